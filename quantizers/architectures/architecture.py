@@ -343,6 +343,11 @@ class Architecture(Known):
         return tuple(matrix for matrix in MATRICES if matrix in self.expert_linears)
 
     @property
+    def identities(self) -> int:
+        """Number of further experts of a layer without matrices: they return what they read. They come last."""
+        return self.sizes["identities"].value if "identities" in self.sizes else 0
+
+    @property
     def expert_numbers(self) -> int:
         """Numbers in all matrices of a routed expert."""
         return len(self.matrices) * self.expert_inputs * self.expert_width
@@ -468,6 +473,8 @@ class Architecture(Known):
             if own
             else ""
         )
+        if self.identities:
+            gates += f"; {self.identities} experts of a layer have no matrices and return what they read"
         if "gate" not in self.expert_linears:
             scale = {
                 0: ", through which no scale passes",

@@ -58,8 +58,9 @@ BESIDES = {"float32", "mtp_layer", "roles", "aliases", "config"}  # keys of a fa
 
 # This program's words for sizes, with their keys in config.json, of which a model has one.
 KEYS = {
-    "layers": ("num_hidden_layers",),
+    "layers": ("num_hidden_layers", "num_layers"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "identities": ("zero_expert_num",),  # experts without matrices
     "chosen": ("num_experts_per_tok",),
     "hidden": ("hidden_size",),
     "latent": ("moe_latent_size",),  # where the experts read fewer numbers than a state has
@@ -89,6 +90,7 @@ ONE_FOR_ALL = {  # the roles that must be the same in all layers with experts
     "transposed": "whether experts are held transposed",
     "interleaved": "whether gate and up take turns",
     "weighs_inputs": "whether the router weighs what experts read",
+    "identities": "the number of experts without matrices",
 }
 
 
@@ -144,7 +146,7 @@ def _described(
     experts = dict(skeleton.layers[first].get_submodule(roles.experts).named_parameters())
     shapes = experts["down_proj"].shape
     down = (shapes[0], shapes[2], shapes[1]) if roles.transposed else tuple(shapes)  # (E, H, I)
-    sizes = _sizes(skeleton, roles.chosen, down, config)
+    sizes = _sizes(skeleton, roles, down, config)
     router, call = roles.router_weight, skeleton.calls(TOKENS)[0]
     return {
         "model_type": config["model_type"],
@@ -172,7 +174,7 @@ def _described(
             "interleaved": roles.interleaved,
             "weighs_inputs": roles.weighs_inputs,
             "norm": roles.norm,
-            "router": router.rpartition(".")[0],
+            "router": roles.router,
             "experts": roles.experts,
         },
         "positions": getattr(skeleton.config.get_text_config(), "max_position_embeddings", None),
@@ -239,6 +241,7 @@ def _with_data(family: Family, config: dict[str, Any], skeleton: Skeleton, names
     roles = Roles(
         experts=own.experts,
         router_weight=f"{own.router}.weight",
+        router=own.router,
         router_follows=True,
         chosen=skeleton.config.num_experts_per_tok,
         scoring=own.scoring,
@@ -427,19 +430,20 @@ def _common(kinds: Sequence[Kind]) -> Roles:
     return replace(layers[0], readers=readers, probes=probes)
 
 
-def _sizes(skeleton: Skeleton, chosen: int, down: Sequence[int], given: Mapping[str, Any]) -> dict[str, Any]:
+def _sizes(skeleton: Skeleton, roles: Roles, down: Sequence[int], given: Mapping[str, Any]) -> dict[str, Any]:
     """The facts about the sizes of a model whose experts have `down_proj` of a shape (E, rows, I)."""
     config = skeleton.config.get_text_config()
     sizes = {
         "layers": len(skeleton.layers),
         "experts": down[0],
-        "chosen": chosen,
+        "chosen": roles.chosen,
         "hidden": skeleton.calls(TOKENS)[0].states.shape[-1],
         "width": down[2],
         "vocabulary": skeleton.model.get_input_embeddings().weight.shape[0],
         "heads": config.num_attention_heads,
     }
     sizes |= {"latent": down[1]} if down[1] != sizes["hidden"] else {}
+    sizes |= {"identities": roles.identities} if roles.identities else {}
     kv_heads = config.to_dict().get(KEYS["kv_heads"][0])  # some classes have no such attribute, but one for each layer
     sizes |= {"kv_heads": kv_heads} if type(kv_heads) is int else {}
     if (getattr(config, "n_group", None) or 1) > 1:

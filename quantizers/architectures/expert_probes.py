@@ -46,6 +46,8 @@ class ExpertsModule:
             reading, down = (shapes[name] for name in self.held)
             readers = len(next(iter(self.held.values())))
             self.count, self.inputs, self.width = down
+            self.identities = max(reading[0] - self.count, 0)  # what reads for them is never used
+            reading[0] -= self.identities
             # Where both fit, the probes say whether it is right.
             self.transposed = reading != [self.count, readers * self.width, self.inputs]
             if self.transposed:
@@ -103,10 +105,12 @@ class ExpertsModule:
         """The module's output, all of whose experts have these matrices, for rows that go through the first."""
         held = as_held(reading, down, transposed=self.transposed, interleaved=self.interleaved)
         for name, matrix in zip(self.held, held, strict=True):
-            every = matrix.expand(self.count, *matrix.shape)
+            every = matrix.expand(self.count + self.identities, *matrix.shape)
             setattr(self.module, name, torch.nn.Parameter(every, requires_grad=False))
         if self.weighs_inputs:  # its rows are those of the first, the last and all between
             blocks = rows.new_zeros(self.count, *rows.shape)
             blocks[0] = rows
             return first(self.module(blocks.flatten(0, 1))).view_as(blocks)[0] * weights
-        return first(self.module(rows, torch.zeros(len(rows), 1, dtype=torch.int64), weights))
+        # A second expert with a weight of 0: LongCat's class takes no call with one.
+        index = torch.tensor([0, self.count - 1]).expand(len(rows), 2)
+        return first(self.module(rows, index, torch.cat([weights, torch.zeros_like(weights)], 1)))

@@ -51,6 +51,7 @@ class Roles:
 
     experts: str  # the module of all routed experts, with `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I)
     router_weight: str  # the name of the matrix that makes the router's logits
+    router: str  # the module that is called for them
     router_follows: bool  # whether it reads what the experts read, so that it must follow a scale that is folded
     chosen: int  # K
     scoring: Literal["sigmoid", "softmax"]  # what the router makes of its logits; softmax where neither is seen
@@ -63,6 +64,7 @@ class Roles:
     transposed: bool = False  # how the experts' module holds their matrices, see `Modules`; and the next
     interleaved: bool = False
     weighs_inputs: bool = False  # see experts_call.py
+    identities: int = 0  # the number of experts without matrices, after the others
     idle: tuple[str, ...] = ()  # the parameters of other experts, through which no text goes
 
     @property
@@ -366,7 +368,7 @@ class _Layer:
         self.handed = handed
         self.tokens = torch.arange(TOKENS).unsqueeze(0)
         # Σ_k weight_k · (x ∘ mix[index_k]): linear in x, another for each expert, and no matrix.
-        self.mix = torch.randn(self.count, self.hidden, generator=self.generator)
+        self.mix = torch.randn(self.count + self.held.identities, self.hidden, generator=self.generator)
         self.undone: torch.Tensor | float = 1.0  # by which the experts' input is multiplied
         self.inputs: dict[str, tuple[Any, ...]] = {}  # of the modules in the first run, by path
         self.outputs: dict[str, Any] = {}
@@ -386,7 +388,10 @@ class _Layer:
         return ArchitectureError(self.model, reason, NOT_QUANTIZED)
 
     def _stand_in(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return ((x * self.undone).unsqueeze(1) * self.mix[index] * weight.to(x.dtype).unsqueeze(-1)).sum(1)
+        read = (x * self.undone).unsqueeze(1)
+        if self.held.identities:  # which have no matrix into which a scale could be multiplied
+            read = torch.where((index < self.count).unsqueeze(-1), read, x.unsqueeze(1))
+        return (read * self.mix[index] * weight.to(x.dtype).unsqueeze(-1)).sum(1)
 
     def run(self, changed: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """The layer's output, with the stand-in for the experts, and with other parameters of these names."""
@@ -432,6 +437,7 @@ class _Layer:
         return Roles(
             self.path,
             router,
+            self._module_of(router),
             follows,
             self.index.shape[1],
             self._scoring(router),
@@ -442,6 +448,7 @@ class _Layer:
             transposed=self.held.transposed,
             interleaved=self.held.interleaved,
             weighs_inputs=self.held.weighs_inputs,
+            identities=self.held.identities,
         )
 
     def _is_input(self, value: Any) -> bool:
@@ -484,21 +491,37 @@ class _Layer:
         def same(rows: torch.Tensor) -> bool:
             return bool((rows == rows[0]).all())
 
-        for name in sorted(columns, key=lambda matrix: columns[matrix]):
+        candidates = sorted(columns, key=lambda matrix: columns[matrix])
+        candidates += [
+            name for name in self._rows_for_experts() if name not in columns
+        ]  # of modules that are not called
+        for name in candidates:
             self.run({name: torch.zeros_like(self.layer.get_parameter(name))})
             _, index, weight = self.arguments
             if same(index) or (torch.equal(index, self.index) and same(weight)):
                 return name
         raise self._refused(f"no matrix of a layer makes scores by which its {self.count} experts are chosen")
 
+    def _rows_for_experts(self) -> list[str]:
+        """The matrices (R, H) with a row for each expert, or more."""
+        matrices = {name: p for name, p in self.layer.named_parameters() if p.dim() == 2 and "expert" not in name}
+        return [name for name, p in matrices.items() if len(p) == self.count + self.held.identities]
+
+    def _module_of(self, matrix: str) -> str:
+        """The path of the module with a matrix, or of the one around it that is called."""
+        path = matrix.rpartition(".")[0]
+        while path and path not in self.inputs:
+            path = path.rpartition(".")[0]
+        return path
+
     def _reads_the_same(self, matrix: str) -> bool:
         """Whether the module of a matrix reads what the experts read."""
-        inputs = self.inputs[matrix.rpartition(".")[0]]
+        inputs = self.inputs[self._module_of(matrix)]
         return bool(inputs) and self._is_input(inputs[0])
 
     def _scoring(self, router: str) -> Literal["sigmoid", "softmax"]:
         """Whose scores have the ratios of the routing weights."""
-        weight, read = self.layer.get_parameter(router), self.inputs[router.rpartition(".")[0]][0]
+        weight, read = self.layer.get_parameter(router), self.inputs[self._module_of(router)][0]
         logits = torch.nn.functional.linear(read.reshape(-1, weight.shape[1]), weight)
         ratios = self.weight / self.weight[:, :1]
         scores = logits.sigmoid().gather(1, self.index.long())

@@ -30,7 +30,7 @@ from quantizers.recipe.schema import Experts
 from quantizers.solve.hessians import blended_hessian, collect_down_hessian, sweep
 from quantizers.solve.result import LayerResult
 from quantizers.solve.routing_weights import routing_statistics
-from quantizers.solve.solver import solve
+from quantizers.solve.solver import router_matrix, solve
 from quantizers.system.errors import InputError
 from quantizers.system.schema import Origin, fit
 from quantizers.system.strict_yaml import Place
@@ -235,7 +235,7 @@ def _layer(job: Job, step: LayerStep, layer: DecoderLayer, inputs: MoeInputStore
     """The experts of a decoder layer, with what they are called with."""
     facts = job.facts
     experts: Any = layer.module.get_submodule(facts.modules.experts)
-    router: Any = layer.module.get_submodule(facts.modules.router) if facts.router_follows else None
+    router = router_matrix(layer.module, facts)
     fold = None if facts.against_a_fold else facts.norm
     kind = facts.of_layer(step.number)
     gate_up, down = as_stacked(experts, **facts.modules.layout)
@@ -250,6 +250,6 @@ def _layer(job: Job, step: LayerStep, layer: DecoderLayer, inputs: MoeInputStore
         settings=job.recipe.experts,
         norm=step.on_device.tensor(facts.layer(step.number, fold.tensor)).clone() if fold else None,
         offset=facts.norm.offset if facts.norm else 0,
-        router=None if router is None else router.weight.data.clone(),
+        router=None if router is None else router.clone(),
         inner=kind.inner,
     )

@@ -251,7 +251,8 @@ def add_experts(
     times = ROUTED * len(gate_up) // chosen.shape[1] if tokens == "both" else 1
     counts: list[int] = route_counts(chosen, len(gate_up)).tolist()
     rows_by_expert = chosen.flatten().argsort(stable=True) // chosen.shape[1]
-    for expert, rows in enumerate(rows_by_expert.split(counts)):
+    others = len(rows_by_expert) - sum(counts)  # to experts without matrices, which come last
+    for expert, rows in enumerate(rows_by_expert.split([*counts, others])[:-1]):
         if len(rows):
             x, usable = inputs.x[rows], inputs.usable[rows]
             sums[GATE].add(x, expert, usable, times)

@@ -25,7 +25,7 @@ class MoeInputs(NamedTuple):
 
     Attributes:
         x: (T, H), what the experts read: the block's input for the most part.
-        chosen: (T, K) int32 or int64, the experts that the router chose.
+        chosen: (T, K) int32 or int64, the experts that the router chose; from E on they have no matrices.
         weight: (T, K) float32, their routing weights.
         usable: (T,) bool; False where the input or a routing weight is not finite, or so large that its square is not:
             both are zero there.
@@ -136,7 +136,10 @@ class _Chunks(Sequence[MoeInputs]):
 
 
 def route_counts(chosen: torch.Tensor, experts: int) -> torch.Tensor:
-    """(E,) int64: number of tokens routed to each expert, from the chosen experts (T, K) int64."""
-    flat = chosen.flatten()
-    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
-    return counts.scatter_add_(0, flat, torch.ones_like(flat))
+    """(E,) int64: number of tokens routed to each expert, from the chosen experts (T, K) int64.
+
+    Larger numbers are those of experts without matrices, which are not counted.
+    """
+    flat = chosen.flatten().clamp(max=experts)
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))[:experts]

@@ -294,8 +294,16 @@ def load_layer(
         ArchitectureError: the layer does not have one, needs another, or has another shape for it.
     """
     about = f"the facts of {facts.model_type}"
+    given = dict(weights)
+    for name in facts.expert_parameters if facts.identities else ():
+        full = f"{facts.modules.experts}.{name}"
+        if full in given:  # of fewer experts: the class has room for those without matrices, and never reads it
+            layer.get_submodule(facts.modules.experts).register_parameter(
+                name, torch.nn.Parameter(given.pop(full), requires_grad=False)
+            )
+            left_out = [*left_out, full]
     try:
-        missing, unknown = layer.load_state_dict(weights, strict=False, assign=True)
+        missing, unknown = layer.load_state_dict(given, strict=False, assign=True)
     except RuntimeError as failure:
         reason = " ".join(str(failure).split()).removeprefix("Error(s) in loading state_dict for ")
         raise ArchitectureError(about, f"transformers' layer has other shapes ({reason})") from None

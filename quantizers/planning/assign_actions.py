@@ -337,10 +337,14 @@ def folds(facts: Architecture, experts: Experts, where: str) -> bool:
         if any(kind.own_gate for kind in facts.kinds):
             problem = "llm-compressor does not know the gate that these experts have of their own"
             raise RecipeError(f"{where}: experts.engine", problem, "take gram")
-        if "gate" not in facts.expert_linears or facts.modules.transposed:
-            problem = "llm-compressor's experts have a gate, and are not held transposed, as these are"
-            if "gate" not in facts.expert_linears:
-                problem = "llm-compressor's experts have a gate, and these have none"
+        own = {
+            "have no gate": "gate" not in facts.expert_linears,
+            "are held transposed": facts.modules.transposed,
+            "return what they read, some of them": facts.identities > 0,
+        }
+        if any(own.values()):
+            what = next(words for words, holds in own.items() if holds)
+            problem = f"these experts {what}, which is not tried with llm-compressor"
             raise RecipeError(f"{where}: experts.engine", problem, "take gram")
     if not experts.awq or experts.awq.fold is False:
         return False

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import MATRICES, Matrix, first_parameter, matrices_of, split_first
 from quantizers.device.devices import is_accelerator
@@ -333,6 +334,11 @@ def _fallbacks(
     return lines + _zero_lines(numbers, scales)
 
 
+def router_matrix(layer: torch.nn.Module, facts: Architecture) -> Tensor | None:
+    """The router's matrix in transformers' layer, if it must follow a scale that is folded into the norm."""
+    return layer.get_parameter(facts.in_transformers(facts.router.tensor)).data if facts.router_follows else None
+
+
 def solve_layer(
     model: StreamedModel,
     layer: DecoderLayer,
@@ -358,14 +364,14 @@ def solve_layer(
     experts: Any = layer.module.get_submodule(modules.experts)
     kind = model.facts.of_layer(layer.number)
     if settings.engine == "gram":
-        router: Any = layer.module.get_submodule(modules.router) if model.facts.router_follows else None
+        router = router_matrix(layer.module, model.facts)
         accelerator, facts = is_accelerator(model.device), model.facts
         return solve(
             moe_inputs.chunks(model.device, tokens_per_chunk(accelerator), check),
             weights,
             norm=norm,
             offset=model.facts.norm.offset if model.facts.norm else 0,
-            router=router and router.weight.data,
+            router=router,
             shape=(facts.num_experts, facts.expert_inputs),
             gate=gate_of(experts, kind.own_gate),
             inner=kind.inner,

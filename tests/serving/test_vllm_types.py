@@ -69,8 +69,13 @@ LOADED = {
 }  # fmt: skip
 # The only problems of types that it loads: a norm of a dense layer that its class has and never reads; and the router's
 # correction, which laguna's class passes over without a word.
+QK_TURNED = [  # Llama 4's rotation takes pairs of neighbours, vLLM's halves: it turns these rows around on loading
+    r"(language_model\.)?model\.layers\.\d\.self_attn\.[qk]_proj\.weight: found in 0 places of vLLM's model",
+    r"(language_model\.)?model\.layers\.\d\.self_attn\.qkv_proj\.weight: 24576 of 32768 elements belong to no stored",
+]
 PROBLEMS = {
     "axk1": [r"model\.layers\.0\.post_mlp_layernorm\.weight: 128 of 128 elements were never written"],
+    **dict.fromkeys(("llama4", "llama4 with vision"), QK_TURNED),
     "laguna": [
         r"model\.layers\.[123]\.mlp\.experts\.e_score_correction_bias: found in 0 places of vLLM's model",
         r"model\.layers\.[123]\.mlp\.experts\.routed_experts\.e_score_correction_bias: 8 of 8 elements were never",
@@ -81,6 +86,7 @@ GATED_DELTA = "CPU GDN attention requires BF16"
 NOT_COMPUTED = {
     "axk2": "'NoneType' object is not subscriptable",
     "jamba": "'_C' object has no attribute 'selective_scan_fwd'",
+    **dict.fromkeys(("llama4", "llama4 with vision"), "attn_chunk_size 16 is not divisible by block_size 128"),
     "mimo_v2_flash": "module 'triton' has no attribute 'next_power_of_2'",
     "phimoe": "too many values to unpack",
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe as published", "qwen3_5_moe with vision", "qwen3_next"), GATED_DELTA),
