@@ -154,7 +154,10 @@ TYPES: dict[str, Settings] = {
         "intermediate_size_mlp": 256, "num_experts_per_tok": 1, "attention_chunk_size": 16, "moe_layers": [1, 3],
         "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0],
     },
-    "longcat_flash": MLA | {"num_layers": 2, "ffn_hidden_size": 256, "zero_expert_num": 4},
+    "longcat_flash": MLA | {"num_layers": 2, "ffn_hidden_size": 256, "zero_expert_num": 4} | {
+        "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity", "intermediate_size": 256,
+        "moe_intermediate_size": 96,
+    },
     "mellum": _layers("fsfs") | {"mlp_layer_types": ["sparse"] * 4},
     "mimo_v2_flash": FIRST_DENSE | _layers("fssf") | {
         "head_dim": 48, "moe_layer_freq": [0, 1, 1, 1], "hybrid_layer_pattern": [0, 1, 1, 0],

@@ -116,7 +116,8 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
         raise refusal(type(skeleton.model), parsed, _probed, failure) from None
     roles = _common(kinds)
     require_usable(roles, parsed["model_type"])
-    stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers}, roles.idle)
+    stored_headers = {name: Header(dtype, shape) for name, dtype, shape in headers}
+    stored = sort_out(skeleton, stored_headers, roles.idle, roles.count if roles.identities else None)
     require_complete(skeleton, stored, roles.idle)
     refuse_more_layers(skeleton, stored)
     return Architecture.model_validate(_described(parsed, skeleton, stored, kinds, roles, handed))

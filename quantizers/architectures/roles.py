@@ -64,6 +64,7 @@ class Roles:
     transposed: bool = False  # how the experts' module holds their matrices, see `Modules`; and the next
     interleaved: bool = False
     weighs_inputs: bool = False  # see experts_call.py
+    count: int = 0  # of experts with matrices
     identities: int = 0  # the number of experts without matrices, after the others
     idle: tuple[str, ...] = ()  # the parameters of other experts, through which no text goes
 
@@ -448,6 +449,7 @@ class _Layer:
             transposed=self.held.transposed,
             interleaved=self.held.interleaved,
             weighs_inputs=self.held.weighs_inputs,
+            count=self.count,
             identities=self.held.identities,
         )
 

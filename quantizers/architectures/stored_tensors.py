@@ -93,8 +93,12 @@ class StoredTensors:
         return sorted({EXPERT.sub("", f".{name}"): name for name in backwards}.values())
 
 
-def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], idle: Collection[str] = ()) -> StoredTensors:
+def sort_out(
+    skeleton: Skeleton, headers: Mapping[str, Header], idle: Collection[str] = (), experts: int | None = None
+) -> StoredTensors:
     """Every stored tensor with its place; `idle` are the parameters of other experts, which no text goes through.
+
+    Of `experts` with matrices, if given, others follow without, for which transformers writes numbers nevertheless.
 
     Raises:
         ArchitectureError: the names of a layer's tensors do not begin alike, two tensors are the same parameter, or
@@ -117,6 +121,7 @@ def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], idle: Collection
             or (place.layer is None and place.parameter not in needed)
             or place.parameter in idle
             or (expert is not None and int(expert[2]) in other_experts)
+            or (expert is not None and experts is not None and int(expert[2]) >= experts)
         ):
             carried.append(name)
             continue

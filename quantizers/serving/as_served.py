@@ -123,16 +123,21 @@ def routed_experts(
     weights: Tensor,
     *,
     matrices: int = 3,
+    experts: int | None = None,
 ) -> Tensor:
     """The routed experts of a layer: Σ over the chosen ones of weights · w2(gate(w1 x, w3 x)), (T, H) in bfloat16.
 
     Args:
         weight: the weight of an expert's matrix, by the numbers of both, and what becomes of its activations.
         x: (T, H) bfloat16. chosen, weights: (T, K).
+        matrices: of an expert. experts: those with matrices, if others return what they read.
     """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         rows, places = (chosen == expert).nonzero(as_tuple=True)
+        if experts is not None and expert >= experts:  # one without matrices
+            total.index_add_(0, rows, x[rows].float() * weights[rows, places, None].float())
+            continue
         *first, (w2, how_then) = (weight(expert, matrix) for matrix in range(matrices))
         products = linear(x[rows], torch.cat([matrix for matrix, _ in first]), None, first[0][1])
         h = gate(products.float().mT).mT.to(x.dtype)
@@ -205,7 +210,7 @@ class ServedModel(StreamedModel):
             return self._multiplied(files, "experts", facts.expert(number, expert, name), shape)
 
         return lambda *args, **kwargs: routed_experts(
-            weight, gate, *args, *kwargs.values(), matrices=len(facts.matrices)
+            weight, gate, *args, *kwargs.values(), matrices=len(facts.matrices), experts=facts.num_experts
         )
 
     def logits(self, products: Tensor) -> Tensor:
