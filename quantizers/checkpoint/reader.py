@@ -425,14 +425,21 @@ def read_into(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[Tenso
 
 
 def as_tensor(info: TensorInfo, raw: bytearray | torch.Tensor) -> torch.Tensor:
-    """View bytes, of Python or uint8 (size,) on any device, with dtype and shape from the header, without a copy."""
+    """View bytes, of Python or uint8 (size,) on any device, with dtype and shape from the header, without a copy.
+
+    Some columns of a stored matrix are a view that is not contiguous.
+    """
     import torch
 
     if info.dtype not in TORCH_DTYPES:
         raise CheckpointError(f"{info.file}: {info.name}", f"dtype {info.dtype} cannot be read")
     if not isinstance(raw, torch.Tensor):
         raw = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-    return raw.view(torch_dtype(info.dtype)).view(info.shape)
+    numbers = raw.view(torch_dtype(info.dtype))
+    if info.columns is None:
+        return numbers.view(info.shape)
+    total, first, step = info.columns
+    return numbers.view(-1, total)[:, first::step][:, : info.shape[0]].mT
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

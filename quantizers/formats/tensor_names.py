@@ -6,9 +6,12 @@ llm-compressor's names of the experts (gate_proj, up_proj, down_proj) and transf
     experts.gate_up_proj (E, 2I, H)   of each expert its gate (I, H) above its up (I, H)
     experts.down_proj    (E, H, I)    of each expert its down
 
+Without a gate it is experts.up_proj (E, I, H) instead of the first. Some classes hold all of them transposed, and gate
+and up then beside each other, or in turns.
+
 Other tensors of all experts are named by a family's facts (`fused`), gate and up in one or apart. One that holds a
 single matrix of each may be FP8, with the scales of its blocks beside it. An expert's matrix is a range of its file's
-bytes, so the checkpoint gets an entry for each range, as if it had been saved so.
+bytes, or some columns of such a range, so the checkpoint gets an entry for each, as if it had been saved so.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ from itertools import product
 from typing import Any, TypeVar
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import FUSED, MATRICES, PROJECTIONS, Matrix
+from quantizers.architectures.matrices import PROJECTIONS, Matrix
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, FP8, Stored, TensorInfo
+from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, FP8, Columns, Stored, TensorInfo
 from quantizers.system.errors import CheckpointError
 
 from .awq_gptq import is_awq_or_gptq
@@ -43,7 +46,7 @@ def split_fused_experts(checkpoint: Checkpoint, facts: Architecture) -> Checkpoi
 
 def fused_matrices(name: str, facts: Architecture) -> Sequence[Matrix]:
     """Which matrices of all experts of a layer a tensor of this name holds, one above the other; none for another."""
-    ends = {f"experts.{last}": matrices for last, matrices in FUSED.items()} | facts.fused
+    ends = {f"experts.{last}": matrices for last, matrices in facts.expert_parameters.items()} | facts.fused
     return next((matrices for end, matrices in ends.items() if name.endswith(f".{end}")), ())
 
 
@@ -55,7 +58,7 @@ def split_fused(tensors: Mapping[str, Entry], facts: Architecture, where: str) -
     """
     # The names that fused tensors can have, the family's own and transformers'.
     published = facts.expert_prefix.partition("{expert}")[0].rstrip(".")
-    names = [f"{experts}.{last}" for experts in (published, facts.modules.experts) for last in FUSED]
+    names = [f"{experts}.{last}" for experts in (published, facts.modules.experts) for last in facts.expert_parameters]
     layers = {facts.layer(layer, name): layer for layer in facts.moe_layers for name in (*names, *facts.fused)}
     result: dict[str, Entry] = {}
     for name, info in tensors.items():
@@ -70,7 +73,10 @@ def split_fused(tensors: Mapping[str, Entry], facts: Architecture, where: str) -
             rows, columns = (*info.shape, 0, 0)[1:3]
         elif len(matrices) == 1 and f"{weight}{SCALES}" in tensors:
             dtypes = (*FLOATING, FP8)
-        needed = (facts.num_experts, len(matrices) * rows, columns)
+        count, transposed = len(matrices), facts.modules.transposed
+        needed = (
+            (facts.num_experts, columns, count * rows) if transposed else (facts.num_experts, count * rows, columns)
+        )
         if weight not in layers or tuple(info.shape) != needed or info.dtype not in dtypes:
             raise CheckpointError(
                 where,
@@ -79,12 +85,20 @@ def split_fused(tensors: Mapping[str, Entry], facts: Architecture, where: str) -
                 REMEDY,
             )
         size, place = rows * columns * DTYPE_BYTES[info.dtype], dict[str, Any]()
+        alternating = facts.modules.interleaved and count > 1
         for number, (expert, matrix) in enumerate(product(range(facts.num_experts), matrices)):
             single = f"{facts.expert(layers[weight], expert, matrix)}.weight{name.removeprefix(weight)}"
             if single in tensors or single in result:
                 raise CheckpointError(where, f"{single} is also a part of {name}", "keep one")
             if isinstance(info, TensorInfo):
-                place = {"name": single, "start": info.start + number * size, "end": info.start + (number + 1) * size}
+                first, several = (number - number % count, count) if transposed else (number, 1)
+                place = {"name": single, "start": info.start + first * size}
+                place["end"] = place["start"] + several * size
+                if transposed:
+                    at = number % count
+                    place["columns"] = Columns(
+                        count * rows, at if alternating else at * rows, count if alternating else 1
+                    )
             result[single] = replace(info, shape=(rows, columns), **place)
     return result
 
@@ -127,5 +141,5 @@ def _published(name: str, facts: Architecture, known: Collection[str]) -> str:
     for alias, published in facts.modules.aliases.items():
         if name.endswith(f".{alias}"):
             name = name.removesuffix(alias) + published
-    matrices = {PROJECTIONS[matrix]: facts.expert_linears[matrix].name for matrix in MATRICES}
+    matrices = {PROJECTIONS[matrix]: facts.expert_linears[matrix].name for matrix in facts.matrices}
     return re.sub(r"(\.experts\.\d+\.)(\w+)(?=\.)", lambda m: m[1] + matrices.get(m[2], m[2]), name, count=1)

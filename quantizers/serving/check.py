@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
-from quantizers.architectures.matrices import MATRICES, PROJECTIONS
+from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
@@ -267,7 +267,7 @@ def _name_remarks(
     facts: Architecture,
 ) -> Iterator[Remark]:
     """Experts under another family's names, and missing tensors."""
-    right = [facts.expert_linears[matrix].name for matrix in MATRICES]
+    right = [facts.expert_linears[matrix].name for matrix in facts.matrices]
     prefixes = [
         facts.layer(layer, facts.expert_prefix.format(expert=expert))
         for layer in (*facts.moe_layers, *facts.mtp_layers)
@@ -487,7 +487,7 @@ def tensor_parallel(ranks: int, facts: Architecture, lookups: Sequence[Lookup]) 
 
 
 def _expert_obstacles(ranks: int, facts: Architecture, schemes: Iterable[ServedScheme]) -> Iterator[str]:
-    hidden, share = facts.hidden_size, facts.expert_width // ranks
+    hidden, share = facts.expert_inputs, facts.expert_width // ranks
     if ranks > facts.num_experts:
         yield f"there are only {facts.num_experts} experts"
     for scheme in schemes:

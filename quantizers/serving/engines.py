@@ -32,8 +32,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.architecture import Architecture, ServerFacts, ServerName
-from quantizers.architectures.fused import FUSED, FUSED_IN_SOME
-from quantizers.architectures.matrices import MATRICES, PROJECTIONS
+from quantizers.architectures.fused import FUSED, FUSED_IN_SOME, NO_MATRIX
+from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.formats.format import QuantizedFormat, expert_formats
 from quantizers.formats.fp8 import Fp8Blocks, Fp8Rows
 from quantizers.formats.mxfp4 import Mxfp4
@@ -204,8 +204,11 @@ class Engine:
         return self.key == "sglang"
 
     def expert_names(self, facts: Architecture) -> tuple[str, ...]:
-        """The names under which it looks up gate, up and down."""
-        return tuple(facts.expert_linears[m].name if self.own_names else PROJECTIONS[m] for m in MATRICES)
+        """The names under which it looks up gate, up and down; without a gate vLLM looks up a third all the same."""
+        if not self.own_names:
+            return tuple(PROJECTIONS.values())
+        names = tuple(linear.name for linear in facts.expert_linears.values())
+        return names if "gate" in facts.expert_linears else (*names, NO_MATRIX)
 
 
 VLLM = Engine("vllm", "vLLM 0.32+", own_names=True)
@@ -275,7 +278,7 @@ def model_modules(facts: Architecture) -> list[Module]:
                 modules.append(Module(module, kind, tensor.shape, layer, tensor.optional))
         kind = MTP_EXPERTS if mtp else EXPERTS
         for expert in range(facts.num_experts):
-            for matrix in MATRICES:
+            for matrix in facts.matrices:
                 shape = facts.expert_linears[matrix].shape
                 modules.append(Module(facts.expert(layer, expert, matrix), kind, shape, layer))
     for kind, name in ((HEAD, facts.head), (EMBEDDINGS, facts.embedding)):

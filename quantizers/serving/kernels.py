@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import MATRICES, PROJECTIONS
+from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.formats.format import Format
 from quantizers.recipe.cards import Card
 from quantizers.system.errors import InputError
@@ -148,8 +148,8 @@ def condition(engine: str, lookup: Lookup) -> str | None:
 
 def for_ktransformers(facts: Architecture, schemes: Iterable[ServedScheme | None]) -> str:
     """Return TAKES_THEM if KTransformers accepts experts in RAM with each layer's scheme, else the reason."""
-    names = {f"{prefix}layers.0.mlp.experts.0.{PROJECTIONS[MATRICES[0]]}" for prefix in KTRANSFORMERS_PREFIXES}
-    if facts.expert(0, 0, MATRICES[0]) not in names:
+    names = {f"{prefix}layers.0.mlp.experts.0.{PROJECTIONS['gate']}" for prefix in KTRANSFORMERS_PREFIXES}
+    if "gate" not in facts.expert_linears or facts.expert(0, 0, "gate") not in names:
         return "names do not fit"
     fits = (
         is_packed(scheme) and scheme.bits == 4 and scheme.symmetric and scheme.group_size == 32 for scheme in schemes
