@@ -80,8 +80,7 @@ class LoadedTensors(Checkpoint):
         moved, stored = self.buffer.to(device) if prefetched is None else prefetched, {}
         for name, tensor in self.stored.items():
             info = self.tensors[name]
-            before = info.columns.first if info.columns else 0  # in its range
-            start = (tensor.storage_offset() - before) * tensor.element_size()
+            start = (tensor.storage_offset() - info.before) * tensor.element_size()
             stored[name] = as_tensor(info, moved[start : start + info.size])
         return replace(self, stored=stored, buffer=moved)
 

@@ -29,7 +29,7 @@ from quantizers.system.shipped import shipped_model
 from quantizers.system.thread_map import thread_map
 
 from .remote import HubFiles, files_of
-from .safetensors_header import TORCH_DTYPES, TensorInfo, printed, read_errors, read_header
+from .safetensors_header import TORCH_DTYPES, Rows, TensorInfo, printed, read_errors, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -427,7 +427,7 @@ def read_into(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[Tenso
 def as_tensor(info: TensorInfo, raw: bytearray | torch.Tensor) -> torch.Tensor:
     """View bytes, of Python or uint8 (size,) on any device, with dtype and shape from the header, without a copy.
 
-    Some columns of a stored matrix are a view that is not contiguous.
+    Some columns or rows of a stored matrix are a view that is not contiguous.
     """
     import torch
 
@@ -436,9 +436,11 @@ def as_tensor(info: TensorInfo, raw: bytearray | torch.Tensor) -> torch.Tensor:
     if not isinstance(raw, torch.Tensor):
         raw = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
     numbers = raw.view(torch_dtype(info.dtype))
-    if info.columns is None:
+    if info.part is None:
         return numbers.view(info.shape)
-    total, first, step = info.columns
+    if isinstance(info.part, Rows):
+        return numbers.view(-1, info.shape[1])[info.part.first :: info.part.step]
+    total, first, step = info.part
     return numbers.view(-1, total)[:, first::step][:, : info.shape[0]].mT
 
 

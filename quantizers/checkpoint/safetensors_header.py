@@ -42,6 +42,13 @@ class Columns(NamedTuple):
     step: int
 
 
+class Rows(NamedTuple):
+    """Rows of a stored matrix, `first` and every `step`-th after it."""
+
+    first: int
+    step: int
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """One tensor in a file: its dtype in safetensors' spelling, its byte range counted from the start of the file."""
@@ -52,12 +59,19 @@ class TensorInfo:
     file: Path
     start: int
     end: int
-    columns: Columns | None = None  # of what the range holds, if that is not this tensor alone
+    part: Columns | Rows | None = None  # of what the range holds, if that is not this tensor alone
 
     @property
     def size(self) -> int:
         """Number of bytes in the range."""
         return self.end - self.start
+
+    @property
+    def before(self) -> int:
+        """Number of elements of the range that come before its first one."""
+        if self.part is None:
+            return 0
+        return self.part.first * (self.shape[1] if isinstance(self.part, Rows) else 1)
 
 
 def printed(name: str) -> str:

@@ -9,6 +9,11 @@ llm-compressor's names of the experts (gate_proj, up_proj, down_proj) and transf
 Without a gate it is experts.up_proj (E, I, H) instead of the first. Some classes hold all of them transposed, and gate
 and up then beside each other, or in turns.
 
+In gpt-oss they are MXFP4, with quant_method mxfp4, and not transposed; transformers transposes them as it reads them:
+
+    experts.gate_up_proj_blocks U8 (E, 2I, H / 32, 16), experts.gate_up_proj_scales U8 (E, 2I, H / 32)
+    experts.down_proj_blocks    U8 (E, H, I / 32, 16),  experts.down_proj_scales    U8 (E, H, I / 32)
+
 Other tensors of all experts are named by a family's facts (`fused`), gate and up in one or apart. One that holds a
 single matrix of each may be FP8, with the scales of its blocks beside it. An expert's matrix is a range of its file's
 bytes, or some columns of such a range, so the checkpoint gets an entry for each, as if it had been saved so.
@@ -25,11 +30,14 @@ from typing import Any, TypeVar
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import PROJECTIONS, Matrix
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, FP8, Columns, Stored, TensorInfo
+from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, FP8, Columns, Rows, Stored, TensorInfo
 from quantizers.system.errors import CheckpointError
 
 from .awq_gptq import is_awq_or_gptq
+from .e8m0 import BYTES, GROUP
+from .format import SCALE
 from .modelopt import refuse_undeclared
+from .mxfp4 import BLOCKS, SCALES_OF_BLOCKS
 from .unsupported import refuse_unsupported
 
 # Legend: E experts, I width of an expert, H hidden size
@@ -64,6 +72,10 @@ def split_fused(tensors: Mapping[str, Entry], facts: Architecture, where: str) -
     for name, info in tensors.items():
         weight = name.removesuffix(SCALES)
         matrices = fused_matrices(weight, facts)
+        packed = name.removesuffix(BLOCKS).removesuffix(SCALES_OF_BLOCKS)
+        if packed != name and fused_matrices(packed, facts) and not facts.is_unread(name):
+            result |= _mxfp4_experts(packed, name, info, facts, layers.get(packed), where)
+            continue
         if not matrices or facts.is_unread(name):
             result[name] = info
             continue
@@ -96,11 +108,38 @@ def split_fused(tensors: Mapping[str, Entry], facts: Architecture, where: str) -
                 place["end"] = place["start"] + several * size
                 if transposed:
                     at = number % count
-                    place["columns"] = Columns(
-                        count * rows, at if alternating else at * rows, count if alternating else 1
-                    )
+                    place["part"] = Columns(count * rows, at if alternating else at * rows, count if alternating else 1)
             result[single] = replace(info, shape=(rows, columns), **place)
     return result
+
+
+def _mxfp4_experts(
+    base: str, name: str, info: Entry, facts: Architecture, layer: int | None, where: str
+) -> dict[str, Entry]:
+    """Header entries for each expert's matrix in a tensor of MXFP4's bytes or scales; gate and up may take turns."""
+    matrices, end = fused_matrices(base, facts), name.removeprefix(base)
+    rows, columns = facts.expert_linears[matrices[0]].shape
+    count, groups = len(matrices), columns // GROUP
+    needed = (facts.num_experts, count * rows, groups, *((GROUP // 2,) if end == BLOCKS else ()))
+    if layer is None or columns % GROUP or (info.dtype, tuple(info.shape)) != (BYTES, needed):
+        raise CheckpointError(
+            where,
+            f"{name} holds all experts in MXFP4, {info.dtype} {list(info.shape)}; only {BYTES} {list(needed)} in a "
+            f"layer with experts, whose {columns} columns are groups of {GROUP}, can be read",
+            "give the published checkpoint",
+        )
+    width = groups * GROUP // 2 if end == BLOCKS else groups
+    alternating, size, experts = facts.modules.interleaved and count > 1, rows * width, dict[str, Entry]()
+    for number, (expert, (at, matrix)) in enumerate(product(range(facts.num_experts), enumerate(matrices))):
+        single = f"{facts.expert(layer, expert, matrix)}.{'weight' if end == BLOCKS else SCALE}"
+        place: dict[str, Any] = {}
+        if isinstance(info, TensorInfo):
+            first, several = (number - at, count) if alternating else (number, 1)
+            start = info.start + first * size
+            part = Rows(at, count) if alternating else None
+            place = {"name": single, "start": start, "end": start + several * size, "part": part}
+        experts[single] = replace(info, shape=(rows, width), **place)
+    return experts
 
 
 def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
@@ -127,7 +166,7 @@ def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
             raise CheckpointError(info.file, f"{name} and {tensors[published].name} are the same tensor", "keep one")
         tensors[published] = info
     renamed = replace(checkpoint, tensors={name: replace(info, name=name) for name, info in tensors.items()})
-    if any(fused_matrices(name, facts) for name in tensors):
+    if any(fused_matrices(name.removesuffix(BLOCKS), facts) for name in tensors):
         return split_fused_experts(renamed, facts)
     return renamed
 

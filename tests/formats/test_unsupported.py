@@ -34,7 +34,6 @@ SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
         "Quark's global_quant_config.weight is no MXFP4 (dtype fp4, group_size 32, scale_format e8m0)",
     ),
-    "MXFP4 of transformers' own": ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4', which is not supported"),
     "compressed-tensors' sparse format": (
         {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}},
         "format 'marlin-24' is not one of",
