@@ -26,11 +26,10 @@ from quantizers.architectures.experts_call import replaced_experts
 from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
-from quantizers.formats import nvfp4
+from quantizers.formats import e8m0, nvfp4
 from quantizers.formats.dequantization import stored_format, stored_matrix
-from quantizers.formats.e8m0 import numbers
 from quantizers.formats.format import ForeignFormat, Format
-from quantizers.formats.fp8 import LARGEST, block_size, to_fp8
+from quantizers.formats.fp8 import LARGEST, Fp8Blocks, block_size, to_fp8
 from quantizers.formats.nvfp4 import INPUT_SCALE
 from quantizers.model.streamed_model import DecoderLayer, StreamedModel
 from quantizers.recipe.cards import Card
@@ -100,7 +99,7 @@ def multiplied_weight(stored: Checkpoint, module: str, rules: Kernel, device: to
     else:
         parts = [stored.tensor(f"{module}.{part}").to(device) for part in matrix.parts]
         if rules.scales == "bfloat16":
-            parts[1:] = [numbers(scale).to(DTYPE).float() for scale in parts[1:]]
+            parts[1:] = [e8m0.numbers(scale).to(DTYPE).float() for scale in parts[1:]]
         weight = matrix.numbers(parts).float()
     if rules.scales == "power of two":
         weight = blocks_to_powers_of_two(weight)
@@ -147,6 +146,14 @@ def routed_experts(
     return total.to(x.dtype)
 
 
+def _another_block(checkpoint: Checkpoint, block: tuple[int, int]) -> CheckpointError:
+    return CheckpointError(
+        checkpoint.folder / CONFIG,
+        f"FP8 in blocks of {block[0]} x {block[1]}, and only those of {BLOCK} x {BLOCK} are known as served",
+        "leave as_served out, or give `as_served: []`",
+    )
+
+
 class ServedModel(StreamedModel):
     """A streamed model on a kind of card.
 
@@ -156,12 +163,11 @@ class ServedModel(StreamedModel):
     """
 
     def __init__(self, checkpoint: Checkpoint, facts: Architecture, device: torch.device, card: Card) -> None:
-        if (block := block_size(checkpoint)) != (BLOCK, BLOCK):
-            raise CheckpointError(
-                checkpoint.folder / CONFIG,
-                f"FP8 in blocks of {block[0]} x {block[1]}, and only those of {BLOCK} x {BLOCK} are known as served",
-                "leave as_served out, or give `as_served: []`",
-            )
+        if (block := block_size(checkpoint)) not in (
+            (BLOCK, BLOCK),
+            (1, e8m0.GROUP),
+        ):  # the latter as MXFP8 declares it
+            raise _another_block(checkpoint, block)
         super().__init__(checkpoint, facts, device, DTYPE)
         self.card = card
         kinds = {tuple(facts.of_layer(number).linears): number for number in range(facts.num_layers)}
@@ -195,7 +201,10 @@ class ServedModel(StreamedModel):
         self, files: Checkpoint, where: Where, module: str, shape: Sequence[int]
     ) -> tuple[Tensor, Rounding]:
         """The weight (R, C) that the card's kernel multiplies, and what becomes of its activations."""
-        rules = kernel(self.card, where, stored_format(files, module), tuple(shape))
+        form = stored_format(files, module)
+        if isinstance(form, Fp8Blocks) and form.edges != (BLOCK, BLOCK):
+            raise _another_block(files, form.edges)
+        rules = kernel(self.card, where, form, tuple(shape))
         how: Rounding = rules.activations
         if how == "NVFP4":
             how = files.tensor(f"{module}.{INPUT_SCALE}").to(self.device)

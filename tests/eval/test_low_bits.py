@@ -82,6 +82,20 @@ def test_coverage_and_the_importance_matrix_read_them(tmp_path: Path, command: C
     assert routed["MXFP8 of MiniMax"] != routed["MXFP4 of DeepSeek"]
 
 
+def test_mxfp8_is_measured_as_served_where_its_kernel_is_known(tmp_path: Path, command: Command) -> None:
+    """Marlin multiplies it as it is; what kernels of Blackwell round activations to is not known."""
+    plain = write_plain(tmp_path / "plain", "mixtral", 1)
+    write_tokenizer(plain)
+    data = rows_set(tmp_path, TEXTS, sequence_length=128)
+    other = rewrite_as(plain, tmp_path / "other", "MXFP8 of MiniMax")
+    words = ("eval", plain, other, "--data", data, "--device", "cpu", "--json")
+    assert command(*words, "--as-served", "ampere") == 0, command.err
+    served = json.loads(command.out)["candidates"][0]["as_served"]
+    assert "Marlin" in json.dumps(served)
+    assert command(*words, "--as-served", "blackwell") == 2
+    assert "as served on blackwell: MXFP8 is not known for" in command.err.splitlines()[-1]
+
+
 CONTRADICTIONS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None, str]] = {
     "nothing is declared": (None, None, "of ModelOpt's NVFP4, but no quant_algo is said here, and there is none in"),
     "modelopt alone": ({"quant_method": "modelopt"}, None, "but no quant_algo is said here, and there is none in hf_"),
