@@ -122,7 +122,7 @@ def _stored(report: Report) -> str:
 
 
 def _kept_form(plan: Plan) -> str | None:
-    """How attention is stored, in words; None if it is not quantized."""
+    """The form of attention in words; None if it is not quantized."""
     forms = [name for name in plan.kept_forms or () if plan.attention != "bf16"]
     for name, words in (("FP8 block", "in FP8 with a scale per block"), ("FP8 per", "in FP8 with a scale per row")):
         if forms and forms[0].startswith(name):
@@ -254,9 +254,8 @@ def _tags(report: Planned) -> list[str]:
         awq = "AWQModifier" in (report.experts.modifiers or ())
     elif isinstance(report, PlannedRun):
         awq = bool(report.settings.recipe["experts"]["awq"])
-    kinds = (["awq"] if awq else []) + (
-        ["fp8"] if any(name.startswith("FP8") for name in report.plan.kept_forms or ()) else []
-    )
+    in_fp8 = (_kept_form(report.plan) or "").startswith("in FP8")
+    kinds = [*(["awq"] if awq else []), *(["fp8"] if in_fp8 else [])]
     names = ((s.short.lower(), f"w{s.bits}a{s.activations}") for s in summary.expert_schemes(report))
     widths = dict.fromkeys(tag for pair in names for tag in pair)
     return ["compressed-tensors", *kinds, *widths, "moe", *(["vllm"] if "vllm" in report.serving.servers else [])]

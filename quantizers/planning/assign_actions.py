@@ -210,9 +210,11 @@ def _take_matrix(
         return matrix, _take_parts(remaining, module, matrix, where)
     weight = f"{module.name}.weight"
     if weight not in remaining and f"{module.name}.{PACKED}" in remaining:
+        parts = {name.removeprefix(f"{module.name}."): spec for name, spec in remaining.items()}
+        stored = (f"{last} {spec.dtype} {list(spec.shape)}" for last, spec in parts.items() if "." not in last)
         raise CheckpointError(
             where,
-            f"{module.name}.{PACKED} is packed in a form that is not read in a source",
+            f"{module.name} is packed in a form that is not read in a source: {', '.join(stored)}",
             "give the model's release in FP8, BF16, or symmetric groups that its config.json declares",
         )
     spec = take(remaining, weight, module.shape, (FP8, *FLOATING), where)
@@ -301,8 +303,8 @@ def _require_converted(attention: Attention, actions: Sequence[Action], where: s
     matrices, key = [action for action in actions if action.is_other_matrix], f"{where}: attention: {attention}"
     converted = [action for action in matrices if action.kind == "convert"]
     if not converted:
-        is_fp8 = "of attention, shared experts or dense layers is FP8 or quantized otherwise"
-        raise RecipeError(key, f"no matrix {'fits' if isinstance(made, Fp8) else is_fp8}", "remove the key")
+        lacking = "of attention, shared experts or dense layers is quantized"
+        raise RecipeError(key, f"no matrix {'fits' if isinstance(made, Fp8) else lacking}", "remove the key")
     if not isinstance(made, Fp8):
         return
     for action in matrices:
