@@ -21,7 +21,10 @@ from whole_models import stored
 
 Parts = dict[str, Tensor]
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+MATRICES = (
+    "_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight", ".wq_a.weight", ".wq_b.weight", ".wkv.weight",
+    ".wo_b.weight",
+)  # fmt: skip
 
 
 # Rounding ------------------------------------------------------------------------------------------------------------

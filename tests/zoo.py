@@ -85,6 +85,11 @@ STEP: Settings = FIRST_DENSE | _layers("fsfs") | {
     "rope_parameters": {f"{kind}_attention": _rope()["rope_parameters"] for kind in ("full", "sliding")},
 }  # fmt: skip
 
+NEMOTRON: Settings = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "ssm_state_size": 16, "n_groups": 2,
+    "mamba_num_heads": 8, "mamba_head_dim": 32, "chunk_size": 16, "use_mamba_kernels": False,
+}  # fmt: skip
+
 # Types that have a class for text alone and one with vision.
 WITH_VISION = ("aria", "gemma4", "inkling", "llama4", "minimax_m3_vl", "qwen3_5_moe", "qwen4_exp")
 # What is special to the text model of each type, with what published files say besides and servers read.
@@ -149,7 +154,10 @@ TYPES: dict[str, Settings] = {
         "intermediate_size_mlp": 256, "num_experts_per_tok": 1, "attention_chunk_size": 16, "moe_layers": [1, 3],
         "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0],
     },
-    "longcat_flash": MLA | {"num_layers": 2, "ffn_hidden_size": 256, "zero_expert_num": 4},
+    "longcat_flash": MLA | {"num_layers": 2, "ffn_hidden_size": 256, "zero_expert_num": 4} | {
+        "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity", "intermediate_size": 256,
+        "moe_intermediate_size": 96,
+    },
     "mellum": _layers("fsfs") | {"mlp_layer_types": ["sparse"] * 4},
     "mimo_v2_flash": FIRST_DENSE | _layers("fssf") | {
         "head_dim": 48, "moe_layer_freq": [0, 1, 1, 1], "hybrid_layer_pattern": [0, 1, 1, 0],
@@ -166,10 +174,8 @@ TYPES: dict[str, Settings] = {
     },
     "mistral4": {"num_key_value_heads": 4, "qk_rope_head_dim": 32, "head_dim": 64},
     "mixtral": NARROW,
-    "nemotron_h": {
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "ssm_state_size": 16, "n_groups": 2,
-        "mamba_num_heads": 8, "mamba_head_dim": 32, "chunk_size": 16, "use_mamba_kernels": False,
-    },
+    "nemotron_h": NEMOTRON,
+    "nemotron_h latent": NEMOTRON | {"moe_latent_size": 64},
     "olmoe": NARROW,
     "phimoe": NARROW | {"attention_bias": True, "lm_head_bias": True},
     "qwen2_moe": {},
@@ -205,9 +211,6 @@ REFUSED: dict[str, str] = {
     ),
     "gpt_oss": "its experts hold gate_up_proj [8, 128, 192], gate_up_proj_bias [8, 192], down_proj [8, 96, 128]",
     "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
-    **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 192], down_proj [8, 96,"),
-    "longcat_flash": "its experts hold gate_up_proj [12, 192, 128], down_proj [8, 128, 96]",
-    "nemotron_h": "its experts hold up_proj [8, 96, 128], down_proj [8, 128, 96]",
 }
 # The class of the whole model where it is not the only ForCausalLM of its type.
 CLASSES = {
@@ -233,9 +236,10 @@ CLASSES = {
 # transformers itself reads no model of these types with one tensor for each expert's matrix.
 FUSED_ONLY = (
     "gemma4", "gemma4 with vision", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v4",
-    "inkling", "minimax_m3_vl", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published", "step3p7",
-    "step3p7 as published", "zaya",
+    "inkling", "llama4", "llama4 with vision", "longcat_flash", "minimax_m3_vl", "mistral4", "qwen3_vl_moe",
+    "qwen3_vl_moe as published", "step3p7", "step3p7 as published", "zaya",
 )  # fmt: skip
+TRANSPOSED = ("llama4",)  # their experts' matrices
 # A size that the class works out of others, and does not take.
 WORKED_OUT = {"jetmoe": "num_attention_heads", "nemotron_h": "num_hidden_layers"}
 
@@ -280,7 +284,7 @@ def config_of(name: str) -> Any:
 def _text(default: Any, name: str) -> Settings:
     keys = default.to_dict()
     given = {key: value for key, value in SIZES.items() if keys.get(key, False) is not False}
-    given.pop(WORKED_OUT.get(name, ""), None)
+    given.pop(WORKED_OUT.get(name.partition(" ")[0], ""), None)
     return given | TYPES[name] | {"model_type": default.model_type}
 
 
@@ -301,7 +305,7 @@ def whole_model(name: str, config: Settings, weights: dict[str, Tensor]) -> Any:
     text = made.get_text_config()
     if hasattr(text, "rotary_dim"):  # which transformers 5.17 does not read
         text.rope_parameters["partial_rotary_factor"] = text.rotary_dim / text.head_dim
-    given = _fused(weights) if name in FUSED_ONLY else weights
+    given = _fused(weights, name) if name in FUSED_ONLY else weights
     numbers = {name: one.float() if one.is_floating_point() else one for name, one in given.items()}
     settings = {"dtype": torch.float32, "experts_implementation": "eager", "output_loading_info": True}
     for attention in ATTENTION:
@@ -360,6 +364,10 @@ def save(name: str, folder: Path) -> Path:
     (folder / "generation_config.json").unlink(missing_ok=True)
     if name.endswith("as published"):
         _publish(folder)
+    elif name == "longcat_flash":  # whose class writes matrices of experts that have none, and reads no others
+        file = folder / "model.safetensors"
+        tensors = {n: t for n, t in load_file(file).items() if not re.search(r"\.experts\.(8|9|10|11)\.", n)}
+        save_file(tensors, file, metadata={"format": "pt"})
     return write_tokenizer(folder)
 
 
@@ -416,17 +424,24 @@ def _unfused(name: str, tensor: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with the matrices of a layer's experts in two tensors."""
+def _fused(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The weights with the matrices of a layer's experts in two tensors, as their class holds them."""
     result = dict(weights)
-    for name in weights:
-        if name.endswith(".experts.0.gate_proj.weight"):
-            experts = name.removesuffix(".0.gate_proj.weight")
+    transposed = name.startswith(TRANSPOSED)
+    for first in weights:
+        if first.endswith(".experts.0.gate_proj.weight"):
+            experts = first.removesuffix(".0.gate_proj.weight")
             matrices: dict[str, list[Tensor]] = {part: [] for part in ("gate_proj", "up_proj", "down_proj")}
             for number, part in product(range(8), matrices):
                 matrices[part].append(result.pop(f"{experts}.{number}.{part}.weight").float())
             gate, up, down = (torch.stack(each) for each in matrices.values())
-            result |= {f"{experts}.gate_up_proj": torch.cat([gate, up], 1), f"{experts}.down_proj": down}
+            both = torch.cat([gate, up], 1)
+            if name == "longcat_flash":
+                both = torch.cat([both, both.new_zeros(4, *both.shape[1:])])
+            result |= {
+                f"{experts}.gate_up_proj": both.mT if transposed else both,
+                f"{experts}.down_proj": down.mT if transposed else down,
+            }
     return result
 
 

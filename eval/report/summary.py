@@ -101,11 +101,12 @@ def _gain_line(schemes: Schemes) -> str:
 def layer_rows(schemes: Schemes) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows of a table: each layer's scheme with its measurements."""
     coarsest = schemes.coarsest
-    header = ("layer", "scheme", "bytes", "predicted KL", f"as {coarsest}", *(f"error of {m}" for m in NAMES))
+    names = [matrix for matrix in NAMES if matrix in schemes.by_matrix]
+    header = ("layer", "scheme", "bytes", "predicted KL", f"as {coarsest}", *(f"error of {m}" for m in names))
     rows = []
     for row in schemes.layers:
         losses = (f"{_loss(row, scheme):.5f}" for scheme in (row.scheme, coarsest))
-        errors = (f"{(row.by_matrix[coarsest][matrix] or 0.0) ** 0.5:.2%}" for matrix in NAMES)
+        errors = (f"{(row.by_matrix[coarsest][matrix] or 0.0) ** 0.5:.2%}" for matrix in names)
         rows.append((str(row.layer), row.scheme, f"{row.bytes:,}", *losses, *errors))
     return header, rows
 

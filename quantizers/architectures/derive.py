@@ -22,7 +22,7 @@ from quantizers.system.errors import ArchitectureError
 from .architecture import EXPERTS, ROUTER, Architecture, Family, HandedFacts, Stored
 from .config_class import config_of, refusal, rotated_channels
 from .contradictions import FACTOR, refuse_another_type
-from .matrices import MATRICES, PROJECTIONS, Matrix
+from .matrices import FUSED, PROJECTIONS, WITHOUT_GATE, Matrix
 from .roles import (
     EXACT,
     TOKENS,
@@ -58,10 +58,12 @@ BESIDES = {"float32", "mtp_layer", "roles", "aliases", "config"}  # keys of a fa
 
 # This program's words for sizes, with their keys in config.json, of which a model has one.
 KEYS = {
-    "layers": ("num_hidden_layers",),
+    "layers": ("num_hidden_layers", "num_layers"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "identities": ("zero_expert_num",),  # experts without matrices
     "chosen": ("num_experts_per_tok",),
     "hidden": ("hidden_size",),
+    "latent": ("moe_latent_size",),  # where the experts read fewer numbers than a state has
     "width": ("moe_intermediate_size", "intermediate_size"),
     "vocabulary": ("vocab_size",),
     "heads": ("num_attention_heads",),
@@ -85,6 +87,10 @@ ONE_FOR_ALL = {  # the roles that must be the same in all layers with experts
     "chosen": "the number of experts per token",
     "scoring": "the router's scoring",
     "idle": "the list of experts that no text goes through",
+    "transposed": "whether experts are held transposed",
+    "interleaved": "whether gate and up take turns",
+    "weighs_inputs": "whether the router weighs what experts read",
+    "identities": "the number of experts without matrices",
 }
 
 
@@ -110,7 +116,8 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
         raise refusal(type(skeleton.model), parsed, _probed, failure) from None
     roles = _common(kinds)
     require_usable(roles, parsed["model_type"])
-    stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers}, roles.idle)
+    stored_headers = {name: Header(dtype, shape) for name, dtype, shape in headers}
+    stored = sort_out(skeleton, stored_headers, roles.idle, roles.count if roles.identities else None)
     require_complete(skeleton, stored, roles.idle)
     refuse_more_layers(skeleton, stored)
     return Architecture.model_validate(_described(parsed, skeleton, stored, kinds, roles, handed))
@@ -138,7 +145,9 @@ def _described(
     """Assemble the fields of `Architecture` from a model's config.json, class, stored tensors and roles."""
     first = next(kind.layers[0] for kind in kinds if kind.roles)  # of the layers with experts
     experts = dict(skeleton.layers[first].get_submodule(roles.experts).named_parameters())
-    sizes = _sizes(skeleton, roles.chosen, experts["down_proj"].shape, config)
+    shapes = experts["down_proj"].shape
+    down = (shapes[0], shapes[2], shapes[1]) if roles.transposed else tuple(shapes)  # (E, H, I)
+    sizes = _sizes(skeleton, roles, down, config)
     router, call = roles.router_weight, skeleton.calls(TOKENS)[0]
     return {
         "model_type": config["model_type"],
@@ -151,7 +160,7 @@ def _described(
         "handed": handed and handed.model_dump(),
         "tokens": bool(call.tokens),
         "streams": call.states[0, 0].numel() // sizes["hidden"]["value"],
-        **_experts(stored, first, roles.experts, experts),
+        **_experts(stored, first, roles.experts, experts, down),
         "norm": _norm(stored, roles),
         "router": {
             "tensor": stored.published(router),
@@ -162,8 +171,11 @@ def _described(
             "rename": stored.renamed(),
             "converted": stored.converted,
             "idle": list(roles.idle),
+            "transposed": roles.transposed,
+            "interleaved": roles.interleaved,
+            "weighs_inputs": roles.weighs_inputs,
             "norm": roles.norm,
-            "router": router.rpartition(".")[0],
+            "router": roles.router,
             "experts": roles.experts,
         },
         "positions": getattr(skeleton.config.get_text_config(), "max_position_embeddings", None),
@@ -230,6 +242,7 @@ def _with_data(family: Family, config: dict[str, Any], skeleton: Skeleton, names
     roles = Roles(
         experts=own.experts,
         router_weight=f"{own.router}.weight",
+        router=own.router,
         router_follows=True,
         chosen=skeleton.config.num_experts_per_tok,
         scoring=own.scoring,
@@ -418,18 +431,20 @@ def _common(kinds: Sequence[Kind]) -> Roles:
     return replace(layers[0], readers=readers, probes=probes)
 
 
-def _sizes(skeleton: Skeleton, chosen: int, down: Sequence[int], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts about the sizes of a model whose experts have `down_proj` of a shape (E, H, I)."""
+def _sizes(skeleton: Skeleton, roles: Roles, down: Sequence[int], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts about the sizes of a model whose experts have `down_proj` of a shape (E, rows, I)."""
     config = skeleton.config.get_text_config()
     sizes = {
         "layers": len(skeleton.layers),
         "experts": down[0],
-        "chosen": chosen,
-        "hidden": down[1],
+        "chosen": roles.chosen,
+        "hidden": skeleton.calls(TOKENS)[0].states.shape[-1],
         "width": down[2],
         "vocabulary": skeleton.model.get_input_embeddings().weight.shape[0],
         "heads": config.num_attention_heads,
     }
+    sizes |= {"latent": down[1]} if down[1] != sizes["hidden"] else {}
+    sizes |= {"identities": roles.identities} if roles.identities else {}
     kv_heads = config.to_dict().get(KEYS["kv_heads"][0])  # some classes have no such attribute, but one for each layer
     sizes |= {"kv_heads": kv_heads} if type(kv_heads) is int else {}
     if (getattr(config, "n_group", None) or 1) > 1:
@@ -518,6 +533,7 @@ def _kinds(
                 "halves": of_experts is not None and of_experts.probes["halves"] < EXACT and not keeps_more,
                 "alone": not batch < EXACT,
                 "own_gate": of_experts is not None and of_experts.own_gate,
+                "degree": 1 if of_experts is None else of_experts.degree,
                 "cached": _cached(own["linears"], stored.layers[number], attention),
             }
             result.setdefault(json.dumps(facts), facts | {"layers": []})["layers"].append(number)
@@ -550,14 +566,19 @@ def _layer_tensors(skeleton: Skeleton, stored: StoredTensors, number: int, roles
 
 
 def _experts(
-    stored: StoredTensors, number: int, module: str, parameters: Mapping[str, torch.nn.Parameter]
+    stored: StoredTensors,
+    number: int,
+    module: str,
+    parameters: Mapping[str, torch.nn.Parameter],
+    down: Sequence[int],
 ) -> dict[str, Any]:
     """The facts about the names and shapes of the routed experts' matrices; refuses a layout that is not known here.
 
     Tensors of all experts may have any names: transformers' rules say which parameter they are, or which part of it.
     """
-    _, hidden, width = parameters["down_proj"].shape
+    _, hidden, width = down
     shapes = {"gate": [width, hidden], "up": [width, hidden], "down": [hidden, width]}
+    held = FUSED if "gate_up_proj" in parameters else WITHOUT_GATE
     names: dict[Matrix, str] = {}
     fused: dict[str, list[Matrix]] = {}
     prefixes = set()
@@ -566,14 +587,14 @@ def _experts(
         if path != module:
             continue
         single, shape = re.fullmatch(r"(.*\.)\d+\.(.+)\.weight", name), stored.header(number, name).shape
-        matrix: Matrix = "down" if parameter == "down_proj" else "up" if place.part else "gate"
+        matrix = held[parameter][place.part or 0]
         if single:
             names[matrix] = single[2]
             prefixes.add(single[1])
         elif name.endswith(f".{parameter}") and place.part is None:
             prefixes.add(name.removesuffix(parameter))
         elif place.part is None and shape == parameters[parameter].shape:
-            fused[name] = ["down"] if parameter == "down_proj" else ["gate", "up"]
+            fused[name] = [*held[parameter]]
         elif list(shape[1:]) == shapes[matrix] and hidden != width:  # else nothing tells it from a transposed one
             fused[name] = [matrix]
         else:
@@ -584,5 +605,6 @@ def _experts(
                 "give a checkpoint with one tensor for each expert's matrix",
             )
     (prefix,) = prefixes or {f"{module}."}
-    linears = {m: {"name": names.get(m, PROJECTIONS[m]), "shape": shapes[m]} for m in MATRICES}
+    matrices = [matrix for parts in held.values() for matrix in parts]
+    linears = {m: {"name": names.get(m, PROJECTIONS[m]), "shape": shapes[m]} for m in matrices}
     return {"expert_prefix": prefix + "{expert}.", "expert_linears": linears, "fused": fused}

@@ -424,12 +424,15 @@ def scores(output: Any, experts: int) -> torch.Tensor | None:
 
 @contextlib.contextmanager
 def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module run this instead of its own forward within the block."""
+    """Let a module run this instead of its own forward, or of what replaces that already, within the block."""
+    before = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
         del module.forward
+        if before is not None:
+            module.forward = before
 
 
 class _EmptyOnMeta(TorchFunctionMode):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from quantizers.system.errors import CheckpointError
 
@@ -34,6 +34,21 @@ FP8 = "F8_E4M3"  # as safetensors spells float8_e4m3fn
 FLOATING = ("BF16", "F16", "F32")
 
 
+class Columns(NamedTuple):
+    """Columns of a stored matrix (C, total), `first` and every `step`-th after it, which are the rows of one (R, C)."""
+
+    total: int
+    first: int
+    step: int
+
+
+class Rows(NamedTuple):
+    """Rows of a stored matrix, `first` and every `step`-th after it."""
+
+    first: int
+    step: int
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """One tensor in a file: its dtype in safetensors' spelling, its byte range counted from the start of the file."""
@@ -44,11 +59,19 @@ class TensorInfo:
     file: Path
     start: int
     end: int
+    part: Columns | Rows | None = None  # of what the range holds, if that is not this tensor alone
 
     @property
     def size(self) -> int:
-        """Number of data bytes."""
+        """Number of bytes in the range."""
         return self.end - self.start
+
+    @property
+    def before(self) -> int:
+        """Number of elements of the range that come before its first one."""
+        if self.part is None:
+            return 0
+        return self.part.first * (self.shape[1] if isinstance(self.part, Rows) else 1)
 
 
 def printed(name: str) -> str:

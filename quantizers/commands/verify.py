@@ -15,7 +15,6 @@ from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, re
 from quantizers.checkpoint.source_identity import is_source
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
-from quantizers.formats.awq_gptq import is_awq_or_gptq
 from quantizers.formats.stored_matrices import architecture_of
 from quantizers.formats.unsupported import refuse_swapped_arguments, refuse_unsupported
 from quantizers.hooks import required
@@ -31,6 +30,8 @@ from quantizers.system.progress import progress
 from quantizers.system.shipped import shipped_model
 
 from . import options as opt
+
+VERIFIED = (None, "compressed-tensors", "fp8")  # quant_method of what the audit reads
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,9 @@ def _refuse(folder: Path, source: Checkpoint) -> None:
     except CheckpointError:
         return  # which the audit reports
     refuse_unsupported(config, str(folder / CONFIG))
-    if is_awq_or_gptq(config):
-        method = config["quantization_config"]["quant_method"]
+    section = config.get("quantization_config")
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    if method not in VERIFIED:
         raise CheckpointError(
             folder / CONFIG,
             f"quantization_config.quant_method is {method!r}; `verify` checks compressed-tensors checkpoints, such as "

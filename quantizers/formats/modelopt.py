@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from quantizers.checkpoint.reader import CONFIG, Checkpoint, read_json
+from quantizers.checkpoint.reader import CONFIG, DECLARATION, Checkpoint, read_json
 from quantizers.checkpoint.safetensors_header import FP8, Spec
 from quantizers.system.errors import CheckpointError
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     import torch
 
 MODELOPT = "modelopt"  # quantization_config.quant_method
-FILE = "hf_quant_config.json"
 # quant_algo of files that are read: FP8 with a scale of the matrix or of rows, MXFP8 (mxfp8.py), and NVFP4.
 ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MIXED_PRECISION", "MXFP8", "NVFP4", "W4A16_NVFP4")
 WHOLE, INPUT = "weight_scale_2", "input_scale"
@@ -117,7 +116,7 @@ def refuse_undeclared(checkpoint: Checkpoint) -> None:
 
     config.json says it, or hf_quant_config.json beside it, or both.
     """
-    section, file = checkpoint.config.get("quantization_config"), checkpoint.folder / FILE
+    section, file = checkpoint.config.get("quantization_config"), checkpoint.folder / DECLARATION
     section = section if isinstance(section, Mapping) else {}
     declared, beside = algorithm(section), None
     if file.exists():
@@ -135,6 +134,6 @@ def refuse_undeclared(checkpoint: Checkpoint) -> None:
         reason = f"the files have {whole}, of ModelOpt's NVFP4" if whole else f"quant_method is {MODELOPT!r}"
         raise CheckpointError(
             checkpoint.folder / CONFIG,
-            f"{reason}, but no quant_algo is said here, and there is none in {FILE}",
-            f"download {FILE} of the release into this folder",
+            f"{reason}, but no quant_algo is said here, and there is none in {DECLARATION}",
+            f"download {DECLARATION} of the release into this folder",
         )

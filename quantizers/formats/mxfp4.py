@@ -4,6 +4,7 @@
     weight I8 (R, C / 2), scale F8_E8M0 (R, C / 32)             experts of DeepSeek-V4 (quant_method fp8, expert_dtype
                                                                 fp4); transformers writes weight_scale_inv for scale
     weight U8 (R, C / 2), weight_scale U8 (R, C / 32)           AMD's Quark (quant_method quark, dtype fp4)
+    _blocks U8 (E, R, C / 32, 16), _scales U8 (E, R, C / 32)    all experts of a layer of gpt-oss, see tensor_names.py
 
 From compressed-tensors 0.19 (compressors/mxfp4), transformers 5.24 (integrations/finegrained_fp8.py: Fp8Dequantize,
 conversion_mapping.py: deepseek_v4), DeepSeek-V4's own inference code (float4_e2m1fn_x2 weights, float8_e8m0fnu scales)
@@ -32,6 +33,8 @@ from .packed_integers import dequantize
 
 if TYPE_CHECKING:
     import torch
+
+BLOCKS, SCALES_OF_BLOCKS = "_blocks", "_scales"  # ends of the names of tensors of all experts
 
 
 @dataclass(frozen=True)

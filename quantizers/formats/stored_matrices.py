@@ -15,8 +15,10 @@ from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Spec, Stored, TensorInfo
 
 from .dequantization import row_formats
+from .e8m0 import GROUP
 from .format import PACKED, SCALES, StoredMatrix
 from .fp8 import Fp8
+from .mxfp4 import BLOCKS, SCALES_OF_BLOCKS
 from .packed_integers import Integers
 from .plain import Plain
 
@@ -60,11 +62,20 @@ def quantized_matrices(tensors: Mapping[str, Stored], config: dict[str, Any], wh
 
 
 def unpacked_headers(checkpoint: Checkpoint) -> dict[str, Stored]:
-    """A checkpoint's headers as they would be with one tensor (R, C) in BF16 for each of `quantized_matrices`."""
+    """A checkpoint's headers as they would be with one tensor (R, C) in BF16 for each of `quantized_matrices`.
+
+    MXFP4 of all experts in one tensor becomes what transformers makes of it, (E, C, R).
+    """
     matrices = quantized_matrices(checkpoint.tensors, checkpoint.config, str(checkpoint.folder))
     headers: dict[str, Stored] = {}
     for name, info in checkpoint.tensors.items():
         module, _, last = name.rpartition(".")
+        base = name.removesuffix(BLOCKS).removesuffix(SCALES_OF_BLOCKS)
+        scales = checkpoint.tensors.get(f"{base}{SCALES_OF_BLOCKS}")
+        if scales is not None and len(scales.shape) == 3 and f"{base}{BLOCKS}" in checkpoint.tensors:
+            experts, rows, groups = scales.shape
+            headers[base] = Spec("BF16", (experts, groups * GROUP, rows))
+            continue
         matrix, weight = matrices.get(module), checkpoint.tensors.get(f"{module}.{WEIGHT}")
         if matrix is None and last == SCALES[-1] and weight is not None and weight.dtype == FP8:
             continue  # which nothing else knows as a scale

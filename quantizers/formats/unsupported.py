@@ -33,8 +33,8 @@ SUPPORTED = (
     "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized", "mxfp8-quantized",
     "naive-quantized", "nvfp4-pack-quantized", "pack-quantized",
 )  # fmt: skip
-# quant_method of formats that are read; mxfp8 is MiniMax-M3's.
-METHODS = ("compressed-tensors", "fp8", "mxfp8", MODELOPT, QUARK)
+# quant_method of formats that are read; mxfp8 is MiniMax-M3's, and mxfp4 gpt-oss's.
+METHODS = ("compressed-tensors", "fp8", "mxfp4", "mxfp8", MODELOPT, QUARK)
 # By quant_method: what to do instead.
 INSTEAD = {
     "gguf": EVALUATE_GGUF,

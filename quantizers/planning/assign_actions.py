@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from quantizers.architectures.architecture import Architecture, TensorFacts
 from quantizers.architectures.fused import FUSED_IN_SOME, fits_fp8
-from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.architectures.matrices import Matrix
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TORCH_DTYPES, Spec
 from quantizers.formats.conversion import CONVERSIONS
 from quantizers.formats.declared import declared_forms
@@ -51,7 +51,7 @@ class _Module(NamedTuple):
 
 def _modules(facts: Architecture, mtp: Iterable[int]) -> Iterator[_Module]:
     """Everything that a checkpoint of these facts has, layer by layer, `mtp` last, then outside the layers."""
-    shapes = {matrix: facts.expert_linears[matrix].shape for matrix in MATRICES}
+    shapes = {matrix: facts.expert_linears[matrix].shape for matrix in facts.matrices}
     for layer in (*range(facts.num_layers), *mtp):
         here = facts.of_layer(layer)
         for name, tensor in here.tensors.items():
@@ -59,7 +59,7 @@ def _modules(facts: Architecture, mtp: Iterable[int]) -> Iterator[_Module]:
         for name, shape in here.linears.items():
             yield _Module(facts.layer(layer, name), shape, layer)
         for expert in range(0 if here.dense else facts.num_experts):
-            for matrix in MATRICES:
+            for matrix in facts.matrices:
                 yield _Module(facts.expert(layer, expert, matrix), shapes[matrix], layer, None, expert, matrix)
     for name, tensor in facts.outside.items():
         yield _Module(name, tensor.shape, None, tensor)
@@ -110,7 +110,14 @@ def make_plan(
             or for a conversion that this source does not need or that servers do not take.
     """
     scheme = experts.scheme
-    require_group(scheme, {facts.sizes[key].key: facts.sizes[key].value for key in ("hidden", "width")}, where)
+    require_group(
+        scheme,
+        {
+            facts.sizes[key].key: facts.sizes[key].value
+            for key in ("latent" if "latent" in facts.sizes else "hidden", "width")
+        },
+        where,
+    )
     folded = folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     within = {n: t for n, t in tensors.items() if n.startswith(in_layers) and not facts.is_unread(n)}
@@ -397,12 +404,19 @@ def folds(facts: Architecture, experts: Experts, where: str) -> bool:
         RecipeError: they demand it, but the norm has readers that cannot follow; or the engine cannot compute the
             experts.
     """
-    if experts.engine == "llmcompressor" and any(kind.own_gate for kind in facts.kinds):
-        raise RecipeError(
-            f"{where}: experts.engine",
-            "llm-compressor does not know the gate that these experts have of their own",
-            "take gram",
-        )
+    if experts.engine == "llmcompressor":
+        if any(kind.own_gate for kind in facts.kinds):
+            problem = "llm-compressor does not know the gate that these experts have of their own"
+            raise RecipeError(f"{where}: experts.engine", problem, "take gram")
+        own = {
+            "have no gate": "gate" not in facts.expert_linears,
+            "are held transposed": facts.modules.transposed,
+            "return what they read, some of them": facts.identities > 0,
+        }
+        if any(own.values()):
+            what = next(words for words, holds in own.items() if holds)
+            problem = f"these experts {what}, which is not tried with llm-compressor"
+            raise RecipeError(f"{where}: experts.engine", problem, "take gram")
     if not experts.awq or experts.awq.fold is False:
         return False
     against = obstacle(facts, experts.engine)

@@ -161,7 +161,8 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
     facts = job.facts
     settings = job.plan.experts
     layer = job.plan.of_layer(number)
-    hidden, width = float(facts.hidden_size), float(facts.expert_width)
+    hidden, width = float(facts.expert_inputs), float(facts.expert_width)
+    readers = float(len(facts.matrices) - 1)  # of an expert's input: gate and up
     experts, chosen = float(facts.num_experts), float(facts.top_k)
     models = _models(job)
     tokens, passes = sum(lengths), sum(lengths) + models * sum(texts)
@@ -173,17 +174,17 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
     files = float(sum(a.spec.bytes for a in layer) + sum(spec.bytes for spec in job.plan.shard(number).values()))
     if number in facts.dense:
         return Work(products, files=files)
-    products += 4 * tokens * experts * hidden * width  # every expert sees every token
+    products += 2 * readers * tokens * experts * hidden * width  # every expert sees every token
     products += tokens * (experts * width**2 + (chosen + 1) * hidden**2)  # Hessians
-    products += 6 * chosen * passes * hidden * width  # routed passes
+    products += 2 * (readers + 1) * chosen * passes * hidden * width  # routed passes
     square = hidden**2 * width + hidden * width**2
     search = settings.awq.grid * experts * square / 4 if settings.awq else 0.0
     rounding = factorization = 0.0
     if settings.rounding == "gptq":
-        products += PADDED * chosen * tokens * (4 * hidden * width + 2 * width**2)  # correction of w2
-        rounding = 6 * experts * (square + hidden**2 * width)
+        products += PADDED * chosen * tokens * (2 * readers * hidden * width + 2 * width**2)  # correction of w2
+        rounding = 6 * experts * (square + (readers - 1) * hidden**2 * width)
         factorization = 4 / 3 * experts * (hidden**3 + width**3)
-    moved = MOVED_PER_ROW * tokens * experts * width + MOVED_PER_WEIGHT * 3 * experts * hidden * width
+    moved = MOVED_PER_ROW * tokens * experts * width + MOVED_PER_WEIGHT * (readers + 1) * experts * hidden * width
     return Work(products, search + rounding, factorization, moved, files)
 
 

@@ -17,7 +17,6 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own
-from quantizers.architectures.matrices import MATRICES
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, torch_dtype
 from quantizers.formats.dequantization import read_weight
 from quantizers.formats.stored_matrices import architecture_of
@@ -117,12 +116,12 @@ def examine(
             router = facts.layer(layer, facts.router.tensor)
             own_router = experts.tensor(experts.require(router, "the router").name)
             state = router_state(source.tensor(router), own_router, ratio)
-    inner = not facts.of_layer(layer).own_gate
+    inner = facts.of_layer(layer).inner
     error = 0.0
     unscaled = 0.0
     smooth = ratio.to(device)
     for expert in sorted({0, facts.num_experts // 2, facts.num_experts - 1}):  # the audit reads all of them
-        modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
+        modules = [facts.expert(layer, expert, matrix) for matrix in facts.matrices]
         old, new = ([read_weight(c, module, device) for module in modules] for c in (source, experts))
         error = max(error, *matrix_errors(old, new, smooth, inner=inner).tolist())
         unscaled = max(unscaled, *matrix_errors(old, new, torch.ones_like(smooth), inner=inner).tolist())

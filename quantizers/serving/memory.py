@@ -27,7 +27,6 @@ from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture, Parts
 from quantizers.architectures.fused import FUSED
-from quantizers.architectures.matrices import MATRICES
 from quantizers.formats.format import INTEGERS, NAME, ExpertFormat
 from quantizers.formats.fp8 import Fp8Blocks
 from quantizers.formats.packed_integers import Integers
@@ -516,7 +515,7 @@ def with_budget(model: Model, size: int) -> Model:
 
 def with_scheme(model: Model, scheme: ExpertFormat) -> Model:
     """The same output with one scheme in every layer."""
-    shapes = [model.facts.expert_linears[matrix].shape for matrix in MATRICES]
+    shapes = [model.facts.expert_linears[matrix].shape for matrix in model.facts.matrices]
     stored = sum(spec.bytes for shape in shapes for spec in scheme.specs("", shape).values())
     experts = {EXPERTS: model.facts.num_experts * stored}
     layers = tuple({**layer, **experts} if EXPERTS in layer else layer for layer in model.layers)

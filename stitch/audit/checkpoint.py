@@ -307,7 +307,7 @@ def stored_schemes(experts: Checkpoint, facts: Architecture) -> list[ExpertForma
     Raises a CheckpointError if they are in no format that experts can be quantized to.
     """
     schemes = {
-        layer: format_of_experts(experts, [facts.expert(layer, number, "gate") for number in range(facts.num_experts)])
+        layer: format_of_experts(experts, [facts.expert(layer, number, "down") for number in range(facts.num_experts)])
         for layer in facts.moe_layers
     }
     return [schemes.get(layer, schemes[facts.moe_layers[0]]) for layer in range(facts.num_layers)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.matrices import split_first
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
@@ -117,7 +117,7 @@ def audit_layer(
             audit.by_expert.append(None)
             continue
         audit.by_expert.append(max(filter(math.isfinite, errors), default=None))
-        for matrix, error in zip(MATRICES, errors, strict=True):
+        for matrix, error in zip(facts.matrices, errors, strict=True):
             if not error < close_enough(bits):
                 problem = f"{error:.0%} away from the source's matrix times the norm's ratio"
                 if math.isinf(error):
@@ -160,7 +160,7 @@ class _Pair:
 
     def errors(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> torch.Tensor:
         """`matrix_errors` of some experts; infinite for a matrix that is closer to the source's without the ratio."""
-        inner = not self.facts.of_layer(self.layer).own_gate
+        inner = self.facts.of_layer(self.layer).inner
         errors = matrix_errors(old, new, self.smooth, inner=inner)
         if self.bits >= 4:
             return errors  # a wrong ratio is further away than `close_enough` allows
@@ -175,7 +175,7 @@ class _Pair:
 
 
 def _errors(pair: _Pair) -> Sequence[list[float] | str]:
-    """The three errors of each expert, in batches; one by one, with why it cannot be read, if any of them cannot."""
+    """Errors of each expert's matrices, in batches; one by one, with why it cannot be read, if any of them cannot."""
     by_batch, device = list[torch.Tensor](), pair.smooth.device
     of_layer = (pair.facts, pair.layer, device, torch.float32)
     with _reading_the_source():
@@ -186,8 +186,8 @@ def _errors(pair: _Pair) -> Sequence[list[float] | str]:
         for first, last in expert_batches(old.experts, size):
             # The previous batch is freed after this one is read, so that a CPU's memory is reused, not returned.
             with _reading_the_source():
-                source = _matrices(*old.batch(range(first, last)))
-            candidate = _matrices(*new.batch(range(first, last)))
+                source = _matrices(*old.batch(range(first, last)), len(pair.facts.matrices))
+            candidate = _matrices(*new.batch(range(first, last)), len(pair.facts.matrices))
             by_batch.append(pair.errors(source, candidate))
         with _reading_the_source():
             old.require_finite()
@@ -212,13 +212,13 @@ def _reading_the_source() -> Iterator[None]:
         raise BrokenSource("", f"the source is damaged: {failure.without_remedy}", failure.remedy) from None
 
 
-def _matrices(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (*gate_up.chunk(2, dim=1), down)
+def _matrices(gate_up: torch.Tensor, down: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    return (*split_first(gate_up, count), down)
 
 
 def _one_by_one(pair: _Pair) -> Iterator[list[float] | str]:
     for expert in range(pair.facts.num_experts):
-        modules = [pair.facts.expert(pair.layer, expert, matrix) for matrix in MATRICES]
+        modules = [pair.facts.expert(pair.layer, expert, matrix) for matrix in pair.facts.matrices]
         with _reading_the_source():
             old = [read_weight(pair.source, module, pair.smooth.device) for module in modules]
         try:
@@ -261,7 +261,8 @@ def _router_differences(pair: _Pair) -> Iterator[str]:
 
 def _zero_scales(pair: _Pair) -> Iterator[str]:
     """Group scales of zero, which lose all weights of the group; negative scales are as good as positive ones."""
-    modules = (pair.facts.expert(pair.layer, e, matrix) for e in range(pair.facts.num_experts) for matrix in MATRICES)
+    experts = range(pair.facts.num_experts)
+    modules = (pair.facts.expert(pair.layer, e, matrix) for e in experts for matrix in pair.facts.matrices)
     names = [name for module in modules if (name := f"{module}.weight_scale") in pair.candidate.tensors]
     counts = [(pair.candidate.tensor(name) == 0).sum() for name in names]
     for name, count in zip(names, torch.stack(counts).tolist() if counts else (), strict=True):
@@ -273,14 +274,14 @@ def _global_scales(pair: _Pair) -> Iterator[str]:
     """Global scales that are not positive and finite, or differ between gate and up: servers take gate's for both."""
     for part in (GLOBAL_SCALE, INPUT_SCALE):
         for expert in range(pair.facts.num_experts):
-            names = [f"{pair.facts.expert(pair.layer, expert, matrix)}.{part}" for matrix in MATRICES]
+            names = [f"{pair.facts.expert(pair.layer, expert, matrix)}.{part}" for matrix in pair.facts.matrices]
             scales = [pair.candidate.tensor(name).item() for name in names if name in pair.candidate.tensors]
             yield from (
                 f"{name}: {value} is no positive number: what it scales is lost"
                 for name, value in zip(names, scales, strict=False)
                 if not 0 < value < math.inf
             )
-            if scales[1:] and scales[0] != scales[1]:
+            if scales[2:] and scales[0] != scales[1]:
                 yield f"{names[1]}: is not that of {names[0]}, which servers take for both"
 
 

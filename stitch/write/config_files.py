@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture, Targets
 from quantizers.architectures.contradictions import TIED, dtypes_of, untied
-from quantizers.architectures.fused import FUSED_IN_SOME
+from quantizers.architectures.fused import FUSED_IN_SOME, NO_MATRIX
 from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.architectures.skeleton import model_class
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
@@ -258,7 +258,8 @@ def _beside_carried(plan: Plan, facts: Architecture) -> str:
 
 def _spellings(facts: Architecture) -> list[str]:
     """The names of an expert's matrices, as published and as every server knows them."""
-    return list(dict.fromkeys([*(linear.name for linear in facts.expert_linears.values()), *PROJECTIONS.values()]))
+    names = [*(linear.name for linear in facts.expert_linears.values()), *PROJECTIONS.values()]
+    return list(dict.fromkeys(names if "gate" in facts.expert_linears else [*names, NO_MATRIX]))
 
 
 def _end_of_experts(facts: Architecture) -> str:

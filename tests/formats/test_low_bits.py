@@ -5,17 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
 from low_bits import BLOCKS, LAYOUTS, NUMBERS, POWERS, numbers
 
+from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.families import architecture_for
+from quantizers.checkpoint.loaded_tensors import load_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats import e8m0
 from quantizers.formats.dequantization import read_weight, stored_matrix
 from quantizers.formats.format import QuantizedFormat, StoredMatrix
 from quantizers.formats.stored_matrices import quantized_matrices
+from quantizers.formats.tensor_names import published_names
 from quantizers.system.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -129,6 +134,75 @@ def test_headers_alone_say_how_a_matrix_is_stored(layout: str, tmp_path: Path) -
     if isinstance(stored.form, QuantizedFormat):
         group = stored.form.config_group()
         assert type(stored.form).of_config_group(group["weights"], group["input_activations"]) is not None
+
+
+# All experts of a layer in one tensor ------------------------------------------------------------------
+
+
+def fused_experts(folder: Path, **change: torch.Tensor | None) -> tuple[Checkpoint, Architecture]:
+    """A layer of a family's experts as gpt-oss stores them, transposed by its class, gate and up in turns."""
+    config = families.config("qwen3_moe", num_hidden_layers=1, quantization_config={"quant_method": "mxfp4"})
+    facts = architecture_for(config, "config.json")
+    turns = facts.modules.model_copy(update={"transposed": True, "interleaved": True})
+    facts = facts.model_copy(update={"modules": turns})
+    generator, (count, width, hidden) = torch.Generator().manual_seed(3), (8, 192, 256)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, rows, columns in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
+        shape = (count, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator).to(torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(100, 140, shape, generator=generator).to(torch.uint8)
+    tensors = {name: t for name, t in (tensors | change).items() if t is not None}
+    tensors = {f"model.layers.0.mlp.experts.{name}": t for name, t in tensors.items()}
+    return open_folder(tiny.write(folder / "model", config, tensors)), facts
+
+
+def test_experts_of_gpt_oss_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
+
+    checkpoint, facts = fused_experts(tmp_path)
+    split = published_names(checkpoint, facts)
+    loaded = load_tensors(split, [name for name in split.tensors if ".experts.3." in name])
+    raw = {name.rpartition(".")[2]: checkpoint.tensor(name) for name in checkpoint.tensors}
+    for parameter, matrices in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        blocks, scales = (raw[f"{parameter}_{last}"] for last in ("blocks", "scales"))
+        theirs = _convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # (E, C, R)
+        for number, matrix in enumerate(matrices):
+            wanted = theirs[3][:, number :: len(matrices)].mT
+            for files in (split, loaded, loaded.to(CPU)):
+                assert torch.equal(read_weight(files, f"model.layers.0.mlp.experts.3.{matrix}", CPU), wanted)
+
+
+WRONG_EXPERTS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
+    "no scales": ({"gate_up_proj_scales": None}, "experts.0.gate_proj.weight: U8 [192, 128] without weight_scale is"),
+    "no blocks": ({"down_proj_blocks": None}, "experts.0.down_proj.weight is missing"),
+    "scales of other groups": (
+        {"down_proj_scales": torch.zeros(8, 256, 3, dtype=torch.uint8)}, "only U8 [8, 256, 6] in a layer with experts",
+    ),
+    "blocks of bytes alone": (
+        {"down_proj_blocks": torch.zeros(8, 256, 96, dtype=torch.uint8)}, "only U8 [8, 256, 6, 16] in a layer with",
+    ),
+    "a NaN": (
+        {"down_proj_scales": torch.full((8, 256, 6), 255, dtype=torch.uint8)}, "down_proj.weight_scale holds a NaN",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_EXPERTS)
+def test_broken_experts_of_gpt_oss_are_one_line(name: str, tmp_path: Path) -> None:
+    change, said = WRONG_EXPERTS[name]
+
+    def read() -> None:
+        split = published_names(*fused_experts(tmp_path, **change))
+        for matrix in ("gate_proj", "down_proj"):
+            read_weight(split, f"model.layers.0.mlp.experts.0.{matrix}", CPU)
+
+    with pytest.raises(CheckpointError) as caught:
+        read()
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# Broken ----------------------------------------------------------------------------------------------
 
 
 def byte(*shape: int, value: int = 120) -> torch.Tensor:

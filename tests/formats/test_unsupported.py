@@ -13,6 +13,7 @@ import torch
 from awq_gptq import Kind
 from commands import Command
 from hub_stand_in import HubStandIn, reached
+from low_bits import MINIMAX, QUARK
 from safetensors.torch import save_file
 
 from quantizers.checkpoint.reader import Checkpoint
@@ -33,7 +34,6 @@ SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
         "Quark's global_quant_config.weight is no MXFP4 (dtype fp4, group_size 32, scale_format e8m0)",
     ),
-    "MXFP4 of transformers' own": ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4', which is not supported"),
     "compressed-tensors' sparse format": (
         {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}},
         "format 'marlin-24' is not one of",
@@ -123,13 +123,19 @@ def test_mlx_and_words_without_a_section_are_refused(tmp_path: Path, command: Co
     assert json.loads((old / "config.json").read_text())["quantization_config"] is None
 
 
-@pytest.mark.parametrize("kind", [Kind("awq"), Kind("gptq", bits=8)])
-def test_verify_points_to_eval_for_autoawq_and_gptq(kind: Kind, tmp_path: Path, command: Command) -> None:
+OF_OTHERS = [Kind("awq").section(), Kind("gptq", bits=8).section(), MINIMAX, QUARK]
+
+
+@pytest.mark.parametrize("section", OF_OTHERS, ids=lambda section: section["quant_method"])
+def test_verify_points_to_eval_for_other_programs_files(
+    section: dict[str, Any], tmp_path: Path, command: Command
+) -> None:
     source = tiny.make(tmp_path / "source")
-    other = tiny.make(tmp_path / "other", quantization_config=kind.section())
+    other = tiny.make(tmp_path / "other", quantization_config=section)
     assert command("verify", other, "--source", source, "--device", "cpu") == 2
     line = refused(command)
-    assert f"{other}/config.json: quantization_config.quant_method is '{kind.layout}'; `verify` checks" in line
+    method = section["quant_method"]
+    assert f"{other}/config.json: quantization_config.quant_method is '{method}'; `verify` checks" in line
     assert line.endswith(f"measure this one with `quantize eval {source} {other} --data held-out`")
 
 
