@@ -25,7 +25,8 @@ from quantizers.architectures.config_class import config_of
 from quantizers.architectures.gates import gate_of
 from quantizers.architectures.matrices import FUSED
 from quantizers.architectures.roles import EXACT, LARGE
-from quantizers.architectures.skeleton import Skeleton, first, model_class, replaced_forward
+from quantizers.architectures.skeleton import Skeleton, first, replaced_forward
+from quantizers.architectures.whole_class import model_class
 from quantizers.formats.dequantization import read_weight
 from quantizers.system.errors import ArchitectureError, CheckpointError
 
