@@ -68,7 +68,8 @@ VISION: Settings = {
 
 def _layers(letters: str) -> Settings:
     """The kind of attention of each layer."""
-    names = {"f": "full", "s": "sliding", "l": "linear", "c": "chunked", "d": "deepseek_sparse", "q": "qwen_sparse", "i": "indexed"}
+    names = {"f": "full", "s": "sliding", "l": "linear", "c": "chunked", "i": "indexed"}
+    names |= {"d": "deepseek_sparse", "q": "qwen_sparse"}
     return {"layer_types": [f"{names[letter]}_attention" for letter in letters]}
 
 
@@ -130,7 +131,7 @@ TYPES: dict[str, Settings] = {
     "doge": {"is_moe": True, "num_experts": 64, "keep_window_size": 512},
     "dots1": _layers("fsfs") | {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": FIRST_DENSE | _layers("isis") | {"num_key_value_heads": 4, "head_dim": 48} | {
-        "shared_experts_intermediate_size": 96, "pad_token_id": 2, "per_layer_config": {
+        "index_n_heads": 16, "shared_experts_intermediate_size": 96, "pad_token_id": 2, "per_layer_config": {
             number: {"kv_lora_rank": 32, "num_attention_heads": 2, "num_key_value_heads": 2} for number in ("1", "3")
         },
     },
@@ -246,13 +247,14 @@ REFUSED: dict[str, str] = {
     "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
     **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 192], down_proj [8, 96,"),
     "longcat_flash": "its experts hold gate_up_proj [12, 192, 128], down_proj [8, 128, 96]",
-    "muse_spark": "its experts hold gate_up_proj [8, 192, 64], down_proj [8, 64, 96], post_expert_norm.weight [64], not",
+    "muse_spark": "its experts hold gate_up_proj [8, 192, 64], down_proj [8, 64, 96], post_expert_norm.weight [64]",
     "nemo_speechlm": "its experts hold up_proj [8, 96, 128], down_proj [8, 128, 96]",
     "nemotron_h": "its experts hold up_proj [8, 96, 128], down_proj [8, 128, 96]",
     "nemotron_h_omni": "its experts hold up_proj [8, 96, 128], down_proj [8, 128, 96]",
 }
 # Types that a later transformers than the installed one has are none here. Several types may share a module.
 MODULES = {*CONFIG_MAPPING_NAMES, *map(model_type_to_module_name, CONFIG_MAPPING_NAMES)}
+LATER = {name for name in (*TYPES, *REFUSED) if name.partition(" ")[0] not in MODULES}
 TYPES, REFUSED = (
     {name: value for name, value in entries.items() if name.partition(" ")[0] in MODULES}
     for entries in (TYPES, REFUSED)
@@ -288,11 +290,13 @@ CLASSES = {
     "step3p7 as published": "Step3p7ForConditionalGeneration",
     "unlimited_ocr": "UnlimitedOcrForConditionalGeneration",
 }
+# Types that the class of another type computes.
+OF_OTHERS = ("sarvam_mla", "sarvam_moe")
 # transformers itself reads no model of these types with one tensor for each expert's matrix.
 FUSED_ONLY = (
     "gemma4", "gemma4 with vision", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v4",
-    "inkling", "minimax_m3_vl", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published", "step3p7",
-    "step3p7 as published", "zaya",
+    "hy_v4_vl", "inkling", "lara_mini", "minimax_m3_vl", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published",
+    "step3p7", "step3p7 as published", "zaya",
 )  # fmt: skip
 # A size that the class works out of others, and does not take.
 WORKED_OUT = {"jetmoe": "num_attention_heads"} | dict.fromkeys(
@@ -344,10 +348,8 @@ def whole_class(name: str) -> Any:
 
 
 def config_class(name: str) -> Any:
-    """The config class of a type, which may be another than its whole model's class names."""
-    own, model_type = whole_class(name).config_class, name.partition(" ")[0]
-    of_type = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING_NAMES else own  # Inkling's has another name
-    return own if issubclass(own, of_type) or own in of_type.sub_configs.values() else of_type
+    """The config class of a type."""
+    return CONFIG_MAPPING[name] if name in OF_OTHERS else whole_class(name).config_class
 
 
 def config_of(name: str) -> Any:

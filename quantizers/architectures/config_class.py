@@ -130,7 +130,9 @@ def refusal(
     reason = f"({type(failure).__name__}: {' '.join(str(failure).split())})"
     problem = f"transformers {transformers.__version__} cannot {verb} {cls.__name__} of it {reason}"
     later = saved_with_later(config)
-    remedy = f"the model was saved with transformers {later[0]}: {later[1]}, or correct this file" if later else CORRECTED
+    remedy = (
+        f"the model was saved with transformers {later[0]}: {later[1]}, or correct this file" if later else CORRECTED
+    )
     return ArchitectureError(wrong, problem, remedy)
 
 

@@ -1,7 +1,7 @@
 """The class in transformers that computes a config.json's whole model, its config class, and what to install for it.
 
-A class is named by `architectures`. Where transformers has none of this name, and the name is that of `model_type`, it is
-the one that its AutoModel takes for the type: Kimi-K2.5's and Sarvam's files name the class of their own code.
+A class is named by `architectures`. Where transformers has none of this name, and the name is that of `model_type`, it
+is the one that its AutoModel takes for the type: Kimi-K2.5's and Sarvam's files name the class of their own code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from packaging.version import InvalidVersion, Version
 
 from quantizers.system.errors import ArchitectureError
 
-NEWEST = "5.24.0"  # of transformers, that was tried: CI computes every type with it; CONTRIBUTING.md says how to raise it
+# The newest transformers that was tried: CI computes every type with it. CONTRIBUTING.md says what a newer one takes.
+NEWEST = "5.24.0"
 # Types with experts that it has, and the oldest version that pyproject.toml allows has not.
 LATER = frozenset({
     "bailing_hybrid", "beam", "dots3_note", "dots3_note_text", "flint", "hy_v4_vl", "inkling2", "inkling2_loop",
@@ -35,24 +36,27 @@ def model_class(name: str, source: str, config: Mapping[str, Any] | None = None)
         ArchitectureError: transformers has none of this name or type.
     """
     import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+    config, installed = config or {}, f"transformers {transformers.__version__}"
+    model_type = config.get("model_type")
+    if model_type in LATER and model_type not in CONFIG_MAPPING_NAMES:  # whose class may be that of another type
+        problem = f"{installed} does not know the model type {model_type!r}, and {NEWEST} does"
+        raise ArchitectureError(source, f"{name}: {problem}", f"install that: {_install(NEWEST)}")
     cls = getattr(transformers, name, None)
     if hasattr(cls, "config_class"):
         return cls
-    config = config or {}
-    if KIND.sub("", name).lower().replace("_", "") == str(config.get("model_type")).replace("_", ""):
+    if KIND.sub("", name).lower().replace("_", "") == str(model_type).replace("_", ""):
         for other in _by_type(config):
             if KIND.findall(other) == KIND.findall(name):
                 return getattr(transformers, other)
-    installed = f"transformers {transformers.__version__} has no {name}"
     remedy = "give a model that it has, or facts with `source.facts` that name another class"
-    if config.get("model_type") in LATER and Version(transformers.__version__) < Version(NEWEST):
-        raise ArchitectureError(source, f"{installed}, and {NEWEST} has it", f"install that: {_install(NEWEST)}")
+    problem = f"{installed} has no {name}"
     if name in str(config.get("auto_map")):
-        raise ArchitectureError(source, f"{installed}: it is code of the model's own, which is never run", remedy)
+        raise ArchitectureError(source, f"{problem}: it is code of the model's own, which is never run", remedy)
     if later := saved_with_later(config):
-        raise ArchitectureError(source, f"{installed}; the model was saved with {later[0]}", f"{later[1]}, or {remedy}")
-    raise ArchitectureError(source, installed, remedy)
+        raise ArchitectureError(source, f"{problem}; the model was saved with {later[0]}", f"{later[1]}, or {remedy}")
+    raise ArchitectureError(source, problem, remedy)
 
 
 def _by_type(config: Mapping[str, Any]) -> list[str]:
@@ -64,7 +68,7 @@ def _by_type(config: Mapping[str, Any]) -> list[str]:
 
 
 def config_class_of(whole: Any, config: Mapping[str, Any]) -> Any:
-    """The config class of a whole model's class for a config.json: that of its `model_type`, if transformers pairs them.
+    """The config class of a whole model's class for a config.json: of its `model_type`, if transformers pairs the two.
 
     Several types may share a class: Sarvam's are computed by those of DeepSeek-V3 and GLM-4.5. A class for the text
     alone of a type with more has the config of that section.
