@@ -29,7 +29,7 @@ FILLED = dict.fromkeys(("gemma4", "gemma4 with vision", "mistral_large4"), "shar
 # Of one stored tensor transformers makes several parameters; the first is its place, these are in the others' names.
 SPLIT = {
     "ernie4_5_vl_moe": "vision_moe.", "inkling with vision": ".up_proj", "lara_mini": ".linear_attn.in_proj_",
-    "nemo_speechlm": "_encoder.layers.", "sarvam_moe": ".self_attn.",
+    "nemo_speechlm": ".layers.0.self_attn.", "sarvam_moe": ".self_attn.",
     **dict.fromkeys(("kimi_k25", "unlimited_ocr"), "vision_tower."),
     **dict.fromkeys(("nemotron_h_omni", "step3p7", "step3p7 as published"), "vision_model."),
 }  # fmt: skip
