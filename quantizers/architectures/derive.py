@@ -35,12 +35,10 @@ from .roles import (
 )
 from .skeleton import (
     FAILURES,
-    NOT_BY_LAYER,
     NOT_QUANTIZED,
     Place,
     Skeleton,
     can_be_made,
-    differing_arguments,
 )
 from .stored_tensors import (
     Header,
@@ -119,13 +117,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
 def _probed(skeleton: Skeleton) -> tuple[HandedFacts | None, list[Kind]]:
     """Find what layers hand on, and each kind of them with the roles of its parts."""
     handed = find_handed(skeleton)
-    tokens, calls = torch.arange(TOKENS).unsqueeze(0), skeleton.calls(TOKENS)
-    for argument in differing_arguments(skeleton.calls_with(tokens), calls):
-        raise ArchitectureError(
-            skeleton.name, f"{argument} depends on the tokens, not on their number alone", NOT_BY_LAYER
-        )
-    for argument in differing_arguments(skeleton.calls_with(tokens, torch.ones_like(calls[0].states)), calls):
-        raise ArchitectureError(skeleton.name, f"{argument} is made of what earlier layers return", NOT_BY_LAYER)
+    skeleton.require_layers_alone(TOKENS)
     return handed, [Kind(numbers, *probe(skeleton, numbers[0], handed)) for numbers in kinds_of_layers(skeleton)]
 
 

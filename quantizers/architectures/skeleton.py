@@ -145,11 +145,30 @@ class Skeleton:
 
     def calls_with(self, tokens: torch.Tensor, leaving: torch.Tensor | None = None) -> list[Call]:
         """The same for token ids (B, T) int64, and with what all layers return instead of zeros."""
-        # Norms and scales before the layers have no weights yet: zeros, as the states are.
+        return self._record(tokens, layers=len(self.layers), leaving=leaving, weights=self._zeros())[0]
+
+    def _zeros(self) -> dict[str, torch.Tensor]:
+        """Zeros, as the states are, for what has no weights yet outside the layers, by name; one number in memory each."""
         outside = {n: p for n, p in self.model.named_parameters() if p.is_meta and not n.startswith(f"{self.path}.")}
-        vectors = {name: parameter for name, parameter in outside.items() if parameter.dim() == 1}
-        zeros = {n: torch.zeros(p.shape, dtype=self.dtype, device=self.device) for n, p in vectors.items()}
-        return self._record(tokens, layers=len(self.layers), leaving=leaving, weights=zeros)[0]
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        return {name: zero.expand(parameter.shape) for name, parameter in outside.items()}
+
+    def require_layers_alone(self, length: int) -> None:
+        """Refuse a model whose layers, called one after the other with the arguments of `calls`, are not all of it.
+
+        Raises:
+            ArchitectureError: an argument depends on the tokens, or on what earlier layers return; layers are called
+                again; or the forward fails behind them.
+        """
+        calls, tokens = self.calls(length), torch.arange(length, device=self.device).unsqueeze(0)
+        for argument in differing_arguments(self.calls_with(tokens), calls):
+            raise ArchitectureError(
+                self.name, f"{argument} depends on the tokens, not on their number alone", NOT_BY_LAYER
+            )
+        for argument in differing_arguments(self.calls_with(tokens, torch.ones_like(calls[0].states)), calls):
+            raise ArchitectureError(self.name, f"{argument} is made of what earlier layers return", NOT_BY_LAYER)
+        with replaced_forward(self.head, lambda rows: rows):
+            self._record(tokens, weights=self._zeros())
 
     def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """The states (B, T, H) that enter layer 0, from token ids (B, T) int64 and the embedding table."""
