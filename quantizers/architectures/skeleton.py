@@ -148,7 +148,7 @@ class Skeleton:
         return self._record(tokens, layers=len(self.layers), leaving=leaving, weights=self._zeros())[0]
 
     def _zeros(self) -> dict[str, torch.Tensor]:
-        """Zeros, as the states are, for what has no weights yet outside the layers, by name; one number in memory each."""
+        """Zeros, as the states are, for what has no weights yet outside the layers, by name; one number each."""
         outside = {n: p for n, p in self.model.named_parameters() if p.is_meta and not n.startswith(f"{self.path}.")}
         zero = torch.zeros((), dtype=self.dtype, device=self.device)
         return {name: zero.expand(parameter.shape) for name, parameter in outside.items()}
