@@ -35,13 +35,10 @@ from .roles import (
 )
 from .skeleton import (
     FAILURES,
-    NOT_BY_LAYER,
     NOT_QUANTIZED,
     Place,
     Skeleton,
     can_be_made,
-    differing_arguments,
-    model_class,
 )
 from .stored_tensors import (
     Header,
@@ -52,6 +49,7 @@ from .stored_tensors import (
     sort_out,
     tied_parameters,
 )
+from .whole_class import model_class
 
 INTEGERS = ("I32", "I64")  # numbers of something, such as of a table's rows
 BESIDES = {"float32", "mtp_layer", "roles", "aliases", "config"}  # keys of a family that no architecture has
@@ -126,11 +124,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
 def _probed(skeleton: Skeleton) -> tuple[HandedFacts | None, list[Kind]]:
     """Find what layers hand on, and each kind of them with the roles of its parts."""
     handed = find_handed(skeleton)
-    tokens = torch.arange(TOKENS).unsqueeze(0)
-    for argument in differing_arguments(skeleton.calls_with(tokens), skeleton.calls(TOKENS)):
-        raise ArchitectureError(
-            skeleton.name, f"{argument} depends on the tokens, not on their number alone", NOT_BY_LAYER
-        )
+    skeleton.require_layers_alone(TOKENS)
     return handed, [Kind(numbers, *probe(skeleton, numbers[0], handed)) for numbers in kinds_of_layers(skeleton)]
 
 
@@ -272,14 +266,14 @@ def _class_headers(skeleton: Skeleton, experts: str, float32: Sequence[str]) -> 
     """The headers of the files that the class itself would write, of one of the experts.
 
     Args:
-        float32: names of tensors that are published so, besides those that the class keeps so.
+        float32: names of tensors that are published so. (What a class keeps so in memory is another thing, and differs
+            between versions of transformers.)
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    precise = (*float32, *(getattr(skeleton.model, "_keep_in_fp32_modules_strict", None) or ()))
     of_one = {name: t[:1] if f".{experts}." in name else t for name, t in skeleton.parameters.items()}
     written = revert_weight_conversion(skeleton.model, of_one)
-    dtypes = {name: "F32" if name.endswith(precise) else "BF16" for name in written}
+    dtypes = {name: "F32" if name.endswith(tuple(float32)) else "BF16" for name in written}
     return {name: Header(dtypes[name], tuple(tensor.shape)) for name, tensor in written.items()}
 
 
@@ -358,7 +352,7 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
         raise ArchitectureError("", "architectures does not name the model's class", "give a published config.json")
     import transformers
 
-    cls = model_class(names[0], "architectures")
+    cls = model_class(names[0], "architectures", config)
     try:
         skeleton = Skeleton(cls, config_of(cls, config))
     except FAILURES as failure:
@@ -378,7 +372,7 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
             f"{names[0]} has an encoder, which this program does not compute",
             "give a model that is a decoder alone",
         )
-    if skeleton.model.get_output_embeddings() is None:
+    if skeleton.head is None:
         raise ArchitectureError(
             "architectures", f"{names[0]} has no head that predicts tokens", "give a model that has one"
         )
@@ -441,11 +435,12 @@ def _sizes(skeleton: Skeleton, roles: Roles, down: Sequence[int], given: Mapping
         "hidden": skeleton.calls(TOKENS)[0].states.shape[-1],
         "width": down[2],
         "vocabulary": skeleton.model.get_input_embeddings().weight.shape[0],
-        "heads": config.num_attention_heads,
+        # Some classes have no such attributes, but one for each layer; others have them under another name.
+        "heads": config.to_dict().get(KEYS["heads"][0]) or config.num_attention_heads,
     }
     sizes |= {"latent": down[1]} if down[1] != sizes["hidden"] else {}
     sizes |= {"identities": roles.identities} if roles.identities else {}
-    kv_heads = config.to_dict().get(KEYS["kv_heads"][0])  # some classes have no such attribute, but one for each layer
+    kv_heads = config.to_dict().get(KEYS["kv_heads"][0])
     sizes |= {"kv_heads": kv_heads} if type(kv_heads) is int else {}
     if (getattr(config, "n_group", None) or 1) > 1:
         sizes |= {"groups": config.n_group, "chosen_groups": config.topk_group}
@@ -462,7 +457,7 @@ def _outside(skeleton: Skeleton, stored: StoredTensors) -> dict[str, Any]:
     """The facts about the tensors outside the layers."""
     names = {place.parameter: name for name, place in stored.outside.items()}
     embedding = names[parameter_of(skeleton, skeleton.model.get_input_embeddings())]
-    head = names.get(parameter_of(skeleton, skeleton.model.get_output_embeddings()), embedding)
+    head = names.get(parameter_of(skeleton, skeleton.head), embedding)
     tensors = {
         name: _tensor(skeleton.parameters[place.parameter].shape, stored.headers[name], place, stored)
         for name, place in stored.outside.items()

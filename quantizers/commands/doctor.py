@@ -23,6 +23,7 @@ from huggingface_hub.utils import build_hf_headers
 from packaging.requirements import Requirement
 
 from quantizers.architectures.families import published_config
+from quantizers.architectures.whole_class import NEWEST
 from quantizers.calibration.hub import Hub
 from quantizers.calibration.load_set import load_set, look_at_sources
 from quantizers.calibration.render import load_tokenizer
@@ -243,15 +244,16 @@ def _versions(rows: _Rows, asked: str) -> torch.device | None:
         optional = needed.marker is not None and not needed.marker.evaluate({"extra": ""})
         if optional and needed.name not in EXTRAS:
             continue
-        remedy = f"`pip install '{needed.name}{needed.specifier}'`"
+        tried = needed.specifier & (f"<={NEWEST}" if needed.name == "transformers" else "")
+        remedy = f"`pip install '{needed.name}{tried}'`"
         try:
             shown[needed.name] = installed = metadata.version(needed.name)
         except metadata.PackageNotFoundError:
             if not optional:
                 faults.add(needed.name, "is not installed", remedy, stops=True)
             continue
-        if not needed.specifier.contains(installed, prereleases=True):
-            faults.add(needed.name, f"{installed}, tested with {needed.specifier}", remedy)
+        if not tried.contains(installed, prereleases=True):
+            faults.add(needed.name, f"{installed}, tested with {tried}", remedy)
     device = None
     try:
         import torch

@@ -25,7 +25,8 @@ from quantizers.architectures.expert_probes import LARGE
 from quantizers.architectures.experts_call import arguments_of, of_chosen_rows, replaced_experts, weighs_inputs
 from quantizers.architectures.gates import gate_of
 from quantizers.architectures.roles import EXACT
-from quantizers.architectures.skeleton import Skeleton, first, model_class, replaced_forward
+from quantizers.architectures.skeleton import Skeleton, first, replaced_forward
+from quantizers.architectures.whole_class import model_class
 from quantizers.formats.dequantization import read_weight
 from quantizers.system.errors import ArchitectureError, CheckpointError
 

@@ -32,7 +32,7 @@ from quantizers.architectures.architecture import Architecture, Targets
 from quantizers.architectures.contradictions import TIED, dtypes_of, untied
 from quantizers.architectures.fused import FUSED_IN_SOME, NO_MATRIX
 from quantizers.architectures.matrices import PROJECTIONS
-from quantizers.architectures.skeleton import model_class
+from quantizers.architectures.whole_class import model_class
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
 from quantizers.checkpoint.safetensors_header import FP8, TORCH_DTYPES
 from quantizers.formats.format import QuantizedFormat, arguments
