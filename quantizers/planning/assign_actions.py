@@ -14,7 +14,7 @@ from quantizers.architectures.fused import FUSED_IN_SOME, fits_fp8
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TORCH_DTYPES, Spec
 from quantizers.formats.conversion import CONVERSIONS
-from quantizers.formats.format import SCALE, ExpertFormat
+from quantizers.formats.format import SCALE, ExpertFormat, RowFormat
 from quantizers.formats.fp8 import (
     ROWS,
     SCALE_INV,
@@ -24,7 +24,9 @@ from quantizers.formats.fp8 import (
     stored_form,
     unreadable_scale,
 )
+from quantizers.formats.lossless import TARGETS
 from quantizers.formats.packed_integers import GROUPS
+from quantizers.formats.plain import Plain
 from quantizers.recipe.schema import Attention, Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 
@@ -44,6 +46,13 @@ class _Module(NamedTuple):
     facts: TensorFacts | None = None
     expert: int | None = None
     matrix: Matrix | None = None
+
+
+class _Routed(NamedTuple):
+    """What becomes of routed experts, but for those of MTP layers."""
+
+    kind: Kind
+    form: RowFormat
 
 
 def _modules(facts: Architecture, mtp: Iterable[int]) -> Iterator[_Module]:
@@ -113,9 +122,14 @@ def make_plan(
         RecipeError: the group size does not divide the experts' matrices, the recipe asks for a fold that is not exact,
             or for a conversion that this source does not need or that servers do not take.
     """
-    scheme = experts.scheme
-    require_group(scheme, {facts.sizes[key].key: facts.sizes[key].value for key in ("hidden", "width")}, where)
-    folded = folds(facts, experts, where)
+    sizes = {facts.sizes[key].key: facts.sizes[key].value for key in ("hidden", "width")}
+    if experts.convert is None:
+        require_group(experts.scheme, sizes, where)
+        routed = _Routed("quantize", experts.scheme)
+    else:
+        _require_edges(experts.convert, sizes, where)
+        routed = _Routed("convert", TARGETS[experts.convert].form)
+    folded = experts.convert is None and folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     within = {n: t for n, t in tensors.items() if n.startswith(in_layers) and not facts.is_unread(n)}
     form = stored_form(within, block)
@@ -125,7 +139,7 @@ def make_plan(
     actions: list[Action] = []
     for module in _modules(facts, mtp):
         if module.facts is None:
-            actions += _linear_actions(remaining, module, scheme, form, mtp, attention, where)
+            actions += _linear_actions(remaining, module, routed, form, mtp, attention, where)
         elif module.name in remaining or not module.facts.optional:
             integers = module.facts.dtype not in FLOATING
             dtypes = (module.facts.dtype,) if integers else FLOATING
@@ -143,8 +157,17 @@ def make_plan(
     last = facts.num_layers + len(facts.mtp_layers)
     actions.sort(key=lambda action: last if action.layer is None else action.layer)
     _require_converted(attention, actions, where)
+    schemes: tuple[ExpertFormat, ...] = ()
+    if experts.convert is None:
+        schemes = (experts.scheme,) * facts.num_layers
+    elif not any(action.kind == "convert" and action.expert is not None for action in actions):
+        raise RecipeError(
+            f"{where}: experts.convert: {experts.convert}",
+            f"these experts are {routed.form} already",
+            "there is nothing to convert: give another format, or remove the key",
+        )
     cached = _cached(facts, where) if kv_cache else {}
-    return Plan(tuple(actions), facts.num_layers, experts, (scheme,) * facts.num_layers, attention, tuple(mtp), cached)
+    return Plan(tuple(actions), facts.num_layers, experts, schemes, attention, tuple(mtp), cached)
 
 
 def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bool) -> Action:
@@ -162,7 +185,7 @@ def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bo
 def _linear_actions(
     remaining: Remaining,
     module: _Module,
-    scheme: ExpertFormat,
+    of_routed: _Routed,
     form: Fp8,
     mtp: Collection[int],
     attention: Attention,
@@ -171,16 +194,17 @@ def _linear_actions(
     """The actions of a linear module: of its weight, and of the scale that an FP8 one has."""
     of, weight = (module.layer, module.expert, module.matrix), f"{module.name}.weight"
     spec = take(remaining, weight, module.shape, (FP8, *FLOATING), where)
-    quantized = module.expert is not None and module.layer not in mtp
-    made = None if module.expert is not None else CONVERSIONS.get(attention)
+    routed = module.expert is not None and module.layer not in mtp
+    made: RowFormat | None = None if module.expert is not None else CONVERSIONS.get(attention)
     if not (fits_fp8(module.name) if isinstance(made, Fp8) else spec.dtype == FP8):
         made = None  # it has no such form, or has it already
-    kind: Kind = "quantize" if quantized else "convert" if made else "keep"
-    outputs = {weight: spec}
-    if quantized:
-        outputs = scheme.specs(module.name, spec.shape)
-    elif made:
-        outputs = made.specs(module.name, spec.shape)
+    kind: Kind = "convert" if made else "keep"
+    # An expert that has the format already is not converted to it.
+    if routed and (
+        of_routed.kind == "quantize" or of_routed.form != (form if spec.dtype == FP8 else Plain(spec.dtype))
+    ):
+        kind, made = of_routed
+    outputs = made.specs(module.name, spec.shape) if made else {weight: spec}
     yield Action(weight, spec, kind, outputs, *of)
     if spec.dtype != FP8:
         return
@@ -236,6 +260,19 @@ def require_group(scheme: ExpertFormat, sizes: Mapping[str, int], where: str) ->
                 f"give experts.group_size: {max(fitting)}"
                 if fitting
                 else "give another model: no group size divides both",
+            )
+
+
+def _require_edges(convert: str, sizes: Mapping[str, int], where: str) -> None:
+    """Raise a RecipeError unless blocks or groups of a target divide all sizes of the experts' matrices."""
+    edge = max(TARGETS[convert].edges)
+    others = [n for n, t in TARGETS.items() if not any(size % max(t.edges) for size in sizes.values())]
+    for name, size in sizes.items():
+        if size % edge:
+            raise RecipeError(
+                f"{where}: experts.convert: {convert}",
+                f"{name} {size} is not a multiple of {edge}, and servers take no such blocks",
+                f"give experts.convert: {' or '.join(others)}",
             )
 
 

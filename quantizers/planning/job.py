@@ -186,6 +186,8 @@ def _open_source(
 
 def sets_of(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     """The names of a recipe's sets, with the sources that are left out of each."""
+    if recipe.calibration is None:
+        return {}
     perplexity = recipe.verify and recipe.verify.perplexity
     return {recipe.calibration_set: recipe.calibration_without} | ({perplexity.data: ()} if perplexity else {})
 

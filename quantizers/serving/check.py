@@ -245,9 +245,20 @@ def _lookup_remarks(engine: str, lookup: Lookup, stored: Mapping[str, Parts]) ->
     for member in lookup.members:
         if member.name not in stored:
             continue  # see `_name_remarks`
+        if engine == TRANSFORMERS and lookup.kind == EXPERTS and _is_taken_plain(lookup.scheme, stored[member.name]):
+            continue
         for mistake, problem in mistakes(lookup.scheme, stored[member.name], member.shape):
             severity: Severity = "warning" if mistake == "scale dtype" else "error"
             yield severity, [engine], member.name, f"{lookup.kind}: {problem}", CONSEQUENCES[mistake]
+
+
+def _is_taken_plain(scheme: ServedScheme | None, parts: Parts) -> bool:
+    """Whether transformers takes an expert's matrix as it is, though its one scheme for experts is attention's.
+
+    Weights in 8 bits that have no scale pass through its `DecompressExperts`.
+    """
+    in_fp8 = scheme is not None and (scheme.type, scheme.bits) == ("float", 8)
+    return in_fp8 and SCALE not in parts and "weight" in parts and parts["weight"].dtype in FLOATING
 
 
 def _name_remarks(
