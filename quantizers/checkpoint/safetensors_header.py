@@ -27,8 +27,8 @@ DTYPE_BYTES = {
 # Those that torch can hold, and torch's names for them.
 TORCH_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
-    "BOOL": "bool",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
+    "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 FP8 = "F8_E4M3"  # as safetensors spells float8_e4m3fn
 FLOATING = ("BF16", "F16", "F32")

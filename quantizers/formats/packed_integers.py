@@ -133,9 +133,14 @@ class Integers(ExpertFormat):
     @classmethod
     def stored(cls, checkpoint: Checkpoint, module: str) -> StoredMatrix | None:
         """A matrix of packed integers; None for one with zero points, too."""
+        return cls.of_shape(checkpoint, module, None)
+
+    @classmethod
+    def of_shape(cls, checkpoint: Checkpoint, module: str, shape: tuple[int, int] | None) -> StoredMatrix | None:
+        """As `stored`, of a matrix whose shape need not be read because it is known."""
         if f"{module}.{PACKED}" not in checkpoint.tensors:
             return None
-        infos, shape, bits = packed_parts(checkpoint, module)
+        infos, shape, bits = packed_parts(checkpoint, module, shape)
         return (
             None if len(infos) > 2 else StoredMatrix(cls(bits, shape[1] // infos[1].shape[1]), (PACKED, SCALE), shape)
         )
@@ -177,8 +182,10 @@ class Integers(ExpertFormat):
 CANDIDATES = tuple(Integers(bits, group) for bits in (2, 3, 4, 8) for group in reversed(GROUPS))
 
 
-def packed_parts(checkpoint: Checkpoint, module: str) -> tuple[list[TensorInfo], tuple[int, int], int]:
-    """The header entries of packed integers, scales and zero points if there are any; R and C; bits.
+def packed_parts(
+    checkpoint: Checkpoint, module: str, shape: tuple[int, int] | None = None
+) -> tuple[list[TensorInfo], tuple[int, int], int]:
+    """The header entries of packed integers, scales and zero points if there are any; R and C, the `shape`; bits.
 
     Raises:
         CheckpointError: they do not belong together, or cannot be read.
@@ -194,7 +201,10 @@ def packed_parts(checkpoint: Checkpoint, module: str) -> tuple[list[TensorInfo],
             "only groups in order of columns can be read, and zero points that config.json declares (symmetric: false)",
         )
     two = math.prod(stated.shape) == 2
-    rows, columns = (int(n) for n in checkpoint.tensor(stated.name).flatten().tolist()) if two else (0, 0)
+    if shape is None:
+        rows, columns = (int(n) for n in checkpoint.tensor(stated.name).flatten().tolist()) if two else (0, 0)
+    else:
+        rows, columns = shape
     bits, groups = packed.shape[-1] * 32 // columns if packed.shape and columns > 0 else 0, (0, *scale.shape)[-1]
     parts = [packed, scale] if zero is None else [packed, scale, zero]
     shapes = [(rows, columns * bits // 32), (rows, groups), (math.ceil(rows * bits / 32), groups)][: len(parts)]

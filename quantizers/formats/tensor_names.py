@@ -26,6 +26,7 @@ from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, FP8,
 from quantizers.system.errors import CheckpointError
 
 from .awq_gptq import is_awq_or_gptq
+from .modelopt import refuse_undeclared
 from .unsupported import refuse_unsupported
 
 # Legend: E experts, I width of an expert, H hidden size
@@ -96,6 +97,7 @@ def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
     """
     where = f"{checkpoint.folder}/config.json"
     refuse_unsupported(checkpoint.config, where)
+    refuse_undeclared(checkpoint)
     qweight = next((name for name in checkpoint.tensors if name.endswith(".qweight")), None)
     if qweight is not None and not is_awq_or_gptq(checkpoint.config):
         raise CheckpointError(

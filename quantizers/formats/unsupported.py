@@ -26,12 +26,15 @@ from quantizers.system.output_files import REPORT
 
 from .awq_gptq import is_awq_or_gptq, read_packing
 from .fp8 import declared_form
+from .modelopt import MODELOPT, algorithm_problems
 
-SECTION = "quantization_config"
+SECTION, QUARK = "quantization_config", "quark"
 SUPPORTED = (
-    "dense", "float-quantized", "int-quantized", "mixed-precision", "naive-quantized", "nvfp4-pack-quantized",
-    "pack-quantized",
+    "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized", "mxfp8-quantized",
+    "naive-quantized", "nvfp4-pack-quantized", "pack-quantized",
 )  # fmt: skip
+# quant_method of formats that are read; mxfp8 is MiniMax-M3's.
+METHODS = ("compressed-tensors", "fp8", "mxfp8", MODELOPT, QUARK)
 # By quant_method: what to do instead.
 INSTEAD = {
     "gguf": EVALUATE_GGUF,
@@ -58,7 +61,11 @@ def refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
 
 def _problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     method = section.get("quant_method", "compressed-tensors")
-    if method not in ("fp8", "compressed-tensors"):
+    if method == MODELOPT:
+        yield from algorithm_problems(section)
+    elif method == QUARK:
+        yield from _quark_problems(section)
+    elif method not in METHODS:
         instead = INSTEAD.get(method.lower(), OTHERWISE) if isinstance(method, str) else OTHERWISE
         yield f"quant_method is {reprlib.repr(method)}, which is not supported", instead
     groups = section.get("config_groups")
@@ -73,6 +80,15 @@ def _problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     sparsity = section.get("sparsity_config") or {}
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         yield f"sparsity_config has format {reprlib.repr(sparsity['format'])}, which is not supported", OTHERWISE
+
+
+def _quark_problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Whether AMD's Quark wrote anything but MXFP4: see mxfp4.py."""
+    whole = section.get("global_quant_config")
+    weight = whole.get("weight") if isinstance(whole, Mapping) else None
+    wanted = {"dtype": "fp4", "group_size": 32, "scale_format": "e8m0"}
+    if not isinstance(weight, Mapping) or not wanted.items() <= weight.items():
+        yield "Quark's global_quant_config.weight is no MXFP4 (dtype fp4, group_size 32, scale_format e8m0)", OTHERWISE
 
 
 BITS = ("bits", "w_bit", "num_bits")

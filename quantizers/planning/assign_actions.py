@@ -86,7 +86,9 @@ def expected_tensors(facts: Architecture, config: Mapping[str, Any], where: str)
     def linear(shape: tuple[int, ...]) -> list[tuple[str, Spec]]:
         if not form:
             return [("weight", Spec("BF16", shape))]
-        return [("weight", Spec(FP8, shape)), (scale, Spec(facts.scale_dtype, form.scale_shape(shape)))]
+        if isinstance(form, Fp8):
+            return [("weight", Spec(FP8, shape)), (scale, Spec(facts.scale_dtype, form.scale_shape(shape)))]
+        return [(scale if last == SCALE else last, spec) for last, spec in form.parts(shape)]
 
     tensors: dict[str, Spec] = {}
     for module in _modules(facts, facts.mtp_layers):

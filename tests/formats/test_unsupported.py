@@ -25,11 +25,18 @@ SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "EXL2": ({"quant_method": "exl2", "bits": 4.0}, "evaluate it with exllamav2's test_inference.py"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "save model.dequantize() with"),
     "HQQ": ({"quant_method": "hqq"}, "evaluate it with the program that made it; here give the checkpoint that it"),
-    "NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method is 'modelopt', which is not"),
-    "MXFP4": ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4', which is not supported"),
-    "compressed-tensors' MXFP4": (
-        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": {}},
-        "format 'mxfp4-pack-quantized' is not one of",
+    "ModelOpt's blocks": (
+        {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"},
+        "quant_algo is 'FP8_PB_WO', and only FP8, FP8_PER_CHANNEL_PER_TOKEN, MIXED_PRECISION, MXFP8, NVFP4,",
+    ),
+    "Quark's FP8": (
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
+        "Quark's global_quant_config.weight is no MXFP4 (dtype fp4, group_size 32, scale_format e8m0)",
+    ),
+    "MXFP4 of transformers' own": ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4', which is not supported"),
+    "compressed-tensors' sparse format": (
+        {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}},
+        "format 'marlin-24' is not one of",
     ),
     "rotated activations": (
         {"quant_method": "compressed-tensors", "config_groups": {}, "transform_config": {"config_groups": {}}},
