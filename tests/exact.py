@@ -32,9 +32,9 @@ def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-def write(folder: Path, form: str = "bf16", layers: int = 2, **experts: Any) -> Path:
+def write(folder: Path, form: str = "bf16", layers: int = 2, hidden: int = 128, **experts: Any) -> Path:
     """A recipe that converts, and its model, whose experts are `bf16` or `fp8` beside attention in FP8."""
-    config = tiny.config(num_hidden_layers=layers, intermediate_size=128)
+    config = tiny.config(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=128)
     tensors, generator = tiny.tensors(config), torch.Generator().manual_seed(1)
     for name in [name for name in tensors if ".experts." in name and name.endswith(".weight")]:
         weight, scale = matrix(*tensors[name].shape, generator), f"{name}_scale_inv"

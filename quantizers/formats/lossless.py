@@ -17,8 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from .e8m0 import GROUP as MX_GROUP
+from .e8m0 import NAN, numbers
 from .format import PACKED, SCALE, RowFormat
 from .fp8 import BLOCKS, Fp8
+from .mxfp4 import Mxfp4
 from .nvfp4 import (
     GLOBAL_SCALE,
     GROUP,
@@ -26,6 +29,7 @@ from .nvfp4 import (
     LARGEST_E4M3,
     Nvfp4,
     nearest_e2m1_,
+    pack,
 )
 from .plain import BF16, Plain
 
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FINEST = LARGEST_E2M1, LARGEST_E2M1 - 2  # what the largest value of a group may be in E2M1, for the smallest scale
+LARGEST_E2M1_POWER, E8M0_BIAS = 2, 127  # 4 is the largest power of two in E2M1
 POWERS = -126, 126  # of two that float32 has, and their inverses too
 DOUBLED = 3  # times that the scale of a group can be doubled at most: its code 4 is then ½
 
@@ -55,14 +60,15 @@ class Target:
     @property
     def edges(self) -> tuple[int, int]:
         """What rows and columns of a matrix must be multiples of, so that servers take it."""
-        if isinstance(self.form, Nvfp4):
-            return 1, GROUP
+        if isinstance(self.form, Nvfp4 | Mxfp4):
+            return 1, GROUP if isinstance(self.form, Nvfp4) else MX_GROUP
         return self.form.edges
 
 
 TARGETS: Mapping[str, Target] = {
     "bf16": Target(BF16, "BF16", "bfloat16"),
     "fp8-block": Target(BLOCKS, "FP8", "FP8 (E4M3), one scale per block of 128 x 128, a power of two", "fp8"),
+    "mxfp4": Target(Mxfp4(), "MXFP4", "MXFP4: FP4 (E2M1), one power of two per 32 weights", "mxfp4"),
     "nvfp4": Target(
         Nvfp4(), "NVFP4", "NVFP4: FP4 (E2M1), one FP8 scale per 16 weights, one power of two per matrix", "nvfp4"
     ),
@@ -80,6 +86,8 @@ def encoded(form: RowFormat, weights: Sequence[Tensor]) -> list[dict[str, Tensor
         return [{"weight": weight.bfloat16()} for weight in weights]
     if isinstance(form, Fp8):
         return [dict(zip(("weight", SCALE), form.quantized(weight), strict=True)) for weight in weights]
+    if isinstance(form, Mxfp4):
+        return list(map(_mxfp4, weights))
     assert isinstance(form, Nvfp4), "the last of TARGETS"
     return _nvfp4(form, weights)
 
@@ -119,6 +127,17 @@ def holding(weights: Sequence[Tensor]) -> list[str]:
         if not any(first_difference(target.form, *pair) for pair in zip(made, weights, strict=True)):
             fitting.append(name)
     return fitting
+
+
+def _mxfp4(weight: Tensor) -> dict[str, Tensor]:
+    """Codes, and the powers of two with which the largest value of a group is 4 or 6, or between."""
+    import torch
+
+    groups = weight.unflatten(1, (-1, MX_GROUP))
+    _, exponent = torch.frexp(groups.abs().amax(-1))
+    scale = (exponent - 1 - LARGEST_E2M1_POWER + E8M0_BIAS).clamp(0, NAN - 1).to(torch.uint8)
+    codes = nearest_e2m1_(groups / numbers(scale).unsqueeze(-1)).mul_(2).to(torch.int8)
+    return {PACKED: pack(codes.flatten(1)), SCALE: scale}
 
 
 # NVFP4 ----------------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def counted(schemes: Iterable[ExpertFormat]) -> str:
 Attention = Literal["keep", "bf16", "fp8", "fp8-block"]
 
 # What experts can be converted to without changing a value, see formats/lossless.py.
-Convert = Literal["bf16", "fp8-block", "nvfp4"]
+Convert = Literal["bf16", "fp8-block", "mxfp4", "nvfp4"]
 
 # An optional key that is part of the settings, and of their hash, only if a recipe gives it.
 ONLY_IF_GIVEN = Field(exclude_if=lambda value: value is None)

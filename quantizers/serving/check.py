@@ -33,8 +33,10 @@ from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
+from quantizers.formats.e8m0 import DTYPES
 from quantizers.formats.format import PACKED, SCALE
 from quantizers.formats.fp8 import SCALE_INV
+from quantizers.formats.mxfp4 import Mxfp4
 from quantizers.formats.nvfp4 import INPUT_SCALE, Nvfp4
 from quantizers.formats.packed_integers import GROUP_INDEX, SHAPE, ZERO_POINT
 from quantizers.planning.gpus import lacking_facts
@@ -377,6 +379,8 @@ def _cache_remarks(section: Mapping[str, Any], tensors: Collection[str], facts: 
 def describe(parts: Parts, shape: tuple[int, ...]) -> str:
     """Describe how a module is stored, in the words of `str(ServedScheme)`."""
     scale = parts.get(SCALE)
+    if PACKED in parts and parts[PACKED].dtype == "U8" and scale is not None and scale.dtype in DTYPES:
+        return str(Mxfp4())
     if PACKED in parts and parts[PACKED].dtype == "U8":
         return str(Nvfp4(4 if INPUT_SCALE in parts else 16))
     if PACKED in parts:

@@ -36,6 +36,7 @@ from quantizers.architectures.fused import FUSED, FUSED_IN_SOME
 from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.formats.format import QuantizedFormat, expert_formats
 from quantizers.formats.fp8 import Fp8Blocks, Fp8Rows
+from quantizers.formats.mxfp4 import Mxfp4
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
@@ -102,7 +103,7 @@ class ServedScheme:
         weights = {"type": self.type, "num_bits": self.bits, "strategy": self.strategy, "group_size": self.group_size}
         weights |= {"block_structure": self.block}
         inputs = json.loads(self.activations) if self.activations else None
-        formats: tuple[type[QuantizedFormat], ...] = (*expert_formats().values(), Fp8Blocks, Fp8Rows)
+        formats: tuple[type[QuantizedFormat], ...] = (*expert_formats().values(), Mxfp4, Fp8Blocks, Fp8Rows)
         for known in formats:
             if form := known.of_config_group(weights, inputs):
                 return form
