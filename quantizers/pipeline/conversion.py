@@ -55,10 +55,15 @@ def refuse_options(job: Job, options: Options) -> None:
         raise InputError(
             f"{job.path}: experts.convert", "a conversion works in one process", "start quantize without torchrun"
         )
-    if options.imatrix:
-        raise InputError(
-            "--imatrix", "a conversion reads no texts", f"`quantize imatrix --model {job.location}` makes one"
-        )
+    given = {
+        "--imatrix": options.imatrix,
+        "--device-memory": options.device_memory is not None,
+        "--states": options.states != "auto",
+        "--ignore-stop": options.ignore_stop,
+        "--ignore-source-check": options.ignore_source_check,
+    }
+    for option in (option for option, is_given in given.items() if is_given):
+        raise InputError(option, "has no effect on a conversion, which reads no texts", "leave it out")
 
 
 def make_conversion(job: Job, options: Options, work: Path, check: Callable[[], None], uploads: Uploads | None) -> None:

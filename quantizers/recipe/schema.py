@@ -324,6 +324,14 @@ class Recipe(Strict):
     verify: Verify | None = None
     """What is measured, and the gates: exit code 3 when one fails; the output is completed nevertheless."""
 
+    @field_validator("experts")
+    @classmethod
+    def _accepted(cls, value: Any, info: ValidationInfo) -> Any:
+        source = info.data.get("source")
+        if source is not None and value.convert is not None and getattr(source, "accept_quantized", False):
+            raise Wrong("a conversion takes any source, so source.accept_quantized has no effect", "remove that key")
+        return value
+
     @field_validator("calibration")
     @classmethod
     def _given(cls, value: Any, info: ValidationInfo) -> Any:
