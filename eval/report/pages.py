@@ -88,7 +88,7 @@ def model_card(report: Report) -> str:
         folds="fold" in plan.actions,
         shared=any(SHARED in row.kind for row in plan.kinds),
         dense=plan.dense_layers,
-        form=_fp8_form(plan) or "in 16 bits",
+        form=_kept_form(plan) or "in 16 bits",
         attention=_attention(plan),
         conversion=CONVERSIONS.get(plan.attention or ""),
         declared=DECLARED in _tags(report),
@@ -110,7 +110,8 @@ def _numbers(report: Planned) -> str:
 
 
 def _title(report: Planned) -> str:
-    attention = "FP8 attention" if _fp8_form(report.plan) else "attention as published"
+    kept = next(iter(report.plan.kept_forms or ()), None)
+    attention = f"{'FP8' if kept.startswith('FP8') else kept} attention" if kept else "attention as published"
     if report.plan.attention == "bf16":
         attention = "BF16 attention"
     return f"{base_name(report.source.model)}: {attention}, {_numbers(report)} experts"
@@ -128,19 +129,19 @@ def _stored(report: Report) -> str:
     return scheme.in_words
 
 
-def _fp8_form(plan: Plan) -> str | None:
-    """FP8 scaling of attention, None if not FP8; when passed through, only per-block scales are renamed."""
-    if (attention := plan.attention) is not None:
-        return {"fp8": "in FP8 with a scale per row", "fp8-block": "in FP8 with a scale per block"}.get(attention)
-    if any(row.action == "keep" and row.kind.endswith(".weight_scale") for row in plan.kinds):
-        return "in FP8 with a scale per row"
-    return "in FP8 with a scale per block" if "rename" in plan.actions else None
+def _kept_form(plan: Plan) -> str | None:
+    """How attention is stored, in words; None if it is not quantized."""
+    forms = [name for name in plan.kept_forms or () if plan.attention != "bf16"]
+    for name, words in (("FP8 block", "in FP8 with a scale per block"), ("FP8 per", "in FP8 with a scale per row")):
+        if forms and forms[0].startswith(name):
+            return words
+    return f"in {forms[0]}" if forms else None
 
 
 def _attention(plan: Plan) -> list[str]:
     names = (row.kind.rpartition(".self_attn.")[2] for row in plan.kinds if ".self_attn." in row.kind)
-    weights = (name.removesuffix(".weight") for name in names if name.endswith(".weight") and "norm" not in name)
-    return list(dict.fromkeys(weights))
+    weights = (name.rpartition(".")[0] for name in names if name.endswith((".weight", ".weight_packed")))
+    return [name for name in dict.fromkeys(weights) if "norm" not in name]
 
 
 def _of_command(report: Report) -> dict[str, Any]:
@@ -268,7 +269,8 @@ def _tags(report: Planned) -> list[str]:
     elif isinstance(report, PlannedRun):
         awq = bool(report.settings.recipe["experts"]["awq"])
     target = summary.converted_to(report)
-    kinds = (["awq"] if awq else []) + (["fp8"] if _fp8_form(report.plan) else [])
+    in_fp8 = any(name.startswith("FP8") for name in report.plan.kept_forms or ())
+    kinds = (["awq"] if awq else []) + (["fp8"] if in_fp8 else [])
     kinds += [target.tag] if target and target.tag and target.tag not in kinds else []
     names = ((s.short.lower(), f"w{s.bits}a{s.activations}") for s in summary.expert_schemes(report))
     widths = dict.fromkeys(tag for pair in names for tag in pair)

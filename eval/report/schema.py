@@ -34,6 +34,7 @@ class Source(SourceCard):
     model: str = key("Hub id of the source, or the name of its folder")
     revision: str | None = key("Revision on the Hub; None for a folder without one")
     digest: str = key("SHA-256 over the headers and sizes of the source's files, hexadecimal")
+    experts: str | None = maybe("How the source stores the routed experts that were quantized; absent for a stitch")
 
 
 class PackedExperts(Part):
@@ -159,6 +160,7 @@ class Plan(Part):
     output_bytes: int = key("Bytes of all shards and the index", "bytes")
     index_bytes: int = key("Bytes of the index", "bytes")
     layer_source_bytes: int = key("Source bytes of the largest layer", "bytes")
+    kept_forms: list[str] | None = maybe("Formats of all that is quantized besides routed experts; absent without any")
     attention: str | None = maybe("What other linear modules were converted to: bf16, fp8, fp8-block; absent for keep")
     kv_cache: list[int] | None = maybe("Layers with scales for an FP8 cache of keys and values; absent without any")
     mtp: MtpLayers | None = maybe("Layers for speculative decoding; absent without any")

@@ -118,9 +118,16 @@ def _object(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint folder; a CheckpointError if it cannot be read, or is not in the folder itself."""
+    """config.json of a checkpoint folder; a CheckpointError if it cannot be read, or is not in the folder itself.
+
+    A quantization_config that only text_config has, as in Kimi-K2.5, is given at the top, where servers look as well.
+    """
     _refuse_elsewhere(folder / CONFIG, folder)
-    return read_json(folder / CONFIG)
+    config, key = read_json(folder / CONFIG), "quantization_config"
+    text = config.get("text_config")
+    if isinstance(text, dict) and text.get(key) and not config.get(key):
+        config[key] = text.pop(key)
+    return config
 
 
 def refuse_gguf(model: str) -> None:

@@ -16,6 +16,7 @@ from quantizers.checkpoint.source_identity import is_source
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
 from quantizers.formats.awq_gptq import is_awq_or_gptq
+from quantizers.formats.stored_matrices import architecture_of
 from quantizers.formats.unsupported import refuse_swapped_arguments, refuse_unsupported
 from quantizers.hooks import required
 from quantizers.output.manifest import output_facts, read_record, refuse_incomplete
@@ -108,7 +109,7 @@ def verify(
     if ask_server is None:
         return verification
     own = own or output_facts(folder)
-    architecture = architecture_for(opened.config, str(opened.folder / CONFIG), own, opened.tensors)
+    architecture = architecture_of(opened, own)
     return replace(verification, vllm=ask_server(folder, architecture))
 
 
@@ -132,7 +133,7 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
             fault = str(failure).replace(f"{folder}/", "")
             return Verification(Audit(differences=[] if told else [fault]), record, None)
         own, record = carried, replace(record, notes=(*record.notes, f"read with the facts that it carries, {FACTS}"))
-    facts = architecture_for(source.config, where, own, source.tensors)
+    facts = architecture_of(source, own)
     _refuse_another_model(folder, source, facts)
     with progress("verifying", facts.num_layers) as step:
         audit = audit_of(folder, source, device, step=step, own=facts)

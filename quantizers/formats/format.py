@@ -75,6 +75,11 @@ class ForeignFormat(Format):
 class RowFormat(Format):
     """A format of which any rows can be read. Its name for people is `str`: `FP8 block 128x128`."""
 
+    @property
+    @abstractmethod
+    def weight_bits(self) -> int:
+        """Bits of a weight, without its share of the scale."""
+
     @classmethod
     @abstractmethod
     def stored(cls, checkpoint: Checkpoint, module: str) -> StoredMatrix | None:
@@ -164,6 +169,11 @@ class ExpertFormat(QuantizedFormat):
     @abstractmethod
     def of_experts(cls, checkpoint: Checkpoint, modules: Sequence[str]) -> Self | None:
         """The format of some experts' matrices, by the first that is whole; None if they are stored in another."""
+
+    @property
+    def weight_bits(self) -> int:
+        """Its bits."""
+        return self.bits
 
     @property
     @abstractmethod

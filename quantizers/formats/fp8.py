@@ -40,8 +40,6 @@ from quantizers.system.errors import CheckpointError
 from .e8m0 import DTYPES as IN_BYTES
 from .e8m0 import E8M0, GROUP, numbers
 from .format import SCALE, SCALES, Parts, QuantizedFormat, StoredMatrix, arguments, first_part, weight_schemes
-from .modelopt import MODELOPT, algorithm
-from .mxfp8 import Mxfp8
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +51,8 @@ LARGEST, STEPS = 448.0, 16
 
 class Fp8(QuantizedFormat):
     """FP8 (E4M3) codes with scales of rows or blocks, which servers multiply with activations in FP8."""
+
+    weight_bits: ClassVar[int] = 8
 
     @abstractmethod
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -297,10 +297,9 @@ def is_per_row(weight: Sequence[int], scale: Sequence[int], block: tuple[int, in
 
 def unreadable_scale(form: Fp8, scale: Stored, weight: tuple[int, ...]) -> str | None:
     """Describe the scale of a weight (R, C) if its form is recognized but cannot be read; None otherwise."""
-    if scale.dtype in ("F8_E8M0", "U8"):
-        return "in E8M0, powers of two in a byte"
     if scale.shape == form.scale_shape(weight):
-        return None
+        in_bytes = scale.dtype in IN_BYTES and not isinstance(form, Fp8Blocks)
+        return "in E8M0, powers of two in a byte, of rows" if in_bytes else None
     if scale.shape in ((), (1,), (1, 1)):
         return "for the whole matrix"
     if len(scale.shape) == 2 and scale.shape[0] == weight[0] and scale.shape[1] > 1 and not weight[1] % scale.shape[1]:
@@ -312,38 +311,3 @@ def has_kv_scales(config: Mapping[str, Any]) -> bool:
     """Whether config.json declares scales for an FP8 cache of keys and values."""
     section = config.get("quantization_config")
     return isinstance(section, Mapping) and bool(section.get("kv_cache_scheme"))
-
-
-def declared_form(config: Mapping[str, Any], where: str) -> QuantizedFormat:
-    """The format that the config.json of a model in 8 bits declares; `where` is its path, for messages.
-
-    Raises:
-        CheckpointError: it declares none of these formats.
-    """
-    block, section = declared_block(config, where), config.get("quantization_config") or {}
-    method = section.get("quant_method")
-    if method == "mxfp8" or (method == MODELOPT and algorithm(section) == "MXFP8"):
-        return Mxfp8()
-    if method != "compressed-tensors":
-        return Fp8Blocks(*block)  # whatever scale_fmt: with ue8m0 DeepSeek-V3.1's scales are F32, and V4's E8M0
-    schemes = weight_schemes(config)
-    if schemes and all(Mxfp8.of_config_group(weights, None) for weights in schemes):
-        return Mxfp8()
-    strategies = {str(weights.get("strategy")) for weights in schemes}
-    wanted = {"num_bits": 8, "type": "float"}
-    if strategies not in ({"channel"}, {"block"}) or not all(wanted.items() <= weights.items() for weights in schemes):
-        declared = [f"{weights.get('type')}{weights.get('num_bits')} {weights.get('strategy')}" for weights in schemes]
-        raise CheckpointError(
-            f"{where}: quantization_config.config_groups",
-            f"weights are {', '.join(dict.fromkeys(declared)) or 'not said'}; of compressed-tensors only FP8 with a "
-            "scale per row or per block can be quantized (num_bits 8, type float, strategy channel or block, one in "
-            "all groups)",
-            "give the model's FP8 or BF16 release",
-        )
-    return Fp8Blocks(*block) if strategies == {"block"} else ROWS
-
-
-def declared_scale(config: Mapping[str, Any]) -> str:
-    """The last name of scales in a checkpoint with this config.json."""
-    section = config.get("quantization_config") or {}
-    return SCALE if section.get("quant_method") in ("compressed-tensors", MODELOPT) else SCALE_INV

@@ -50,6 +50,7 @@ class ModeloptNvfp4(RowFormat):
 
     activations: int = 4
 
+    weight_bits: ClassVar[int] = 4
     kind: ClassVar[str] = "nvfp4-modelopt"
     description: ClassVar[str] = "ModelOpt's NVFP4"
 

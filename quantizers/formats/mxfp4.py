@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 class Mxfp4(QuantizedFormat):
     """FP4 (E2M1) with a power of two for every 32 weights."""
 
+    weight_bits: ClassVar[int] = 4
     kind: ClassVar[str] = "mxfp4"
     description: ClassVar[str] = "MXFP4"
     group_name: ClassVar[str] = "mxfp4"

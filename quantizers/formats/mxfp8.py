@@ -39,6 +39,7 @@ SCALE_DTYPE = "torch.uint8"  # of the scale, as a config group says it
 class Mxfp8(QuantizedFormat):
     """FP8 with a power of two for every 32 weights."""
 
+    weight_bits: ClassVar[int] = 8
     kind: ClassVar[str] = "mxfp8"
     description: ClassVar[str] = "MXFP8"
     group_name: ClassVar[str] = "mxfp8"

@@ -133,17 +133,26 @@ class Integers(ExpertFormat):
     @classmethod
     def stored(cls, checkpoint: Checkpoint, module: str) -> StoredMatrix | None:
         """A matrix of packed integers; None for one with zero points, too."""
-        return cls.of_shape(checkpoint, module, None)
-
-    @classmethod
-    def of_shape(cls, checkpoint: Checkpoint, module: str, shape: tuple[int, int] | None) -> StoredMatrix | None:
-        """As `stored`, of a matrix whose shape need not be read because it is known."""
         if f"{module}.{PACKED}" not in checkpoint.tensors:
             return None
-        infos, shape, bits = packed_parts(checkpoint, module, shape)
+        infos, shape, bits = packed_parts(checkpoint, module)
         return (
             None if len(infos) > 2 else StoredMatrix(cls(bits, shape[1] // infos[1].shape[1]), (PACKED, SCALE), shape)
         )
+
+    @classmethod
+    def of_headers(cls, headers: Checkpoint, module: str) -> StoredMatrix | None:
+        """As `stored`, without data: a config group declares bits and group size, and these give the columns."""
+        packed, scale, shape = (headers.tensors.get(f"{module}.{last}") for last in WHOLE)
+        others = any(f"{module}.{last}" in headers.tensors for last in (ZERO_POINT, GROUP_INDEX))
+        if packed is None or scale is None or packed.dtype != "I32" or others:
+            return None
+        forms = [cls.of_config_group(weights, None) for weights in weight_schemes(headers.config)]
+        for form in filter(None, forms) if len(packed.shape) == len(scale.shape) == 2 else ():
+            columns = scale.shape[1] * form.group_size
+            if packed.shape == (scale.shape[0], math.ceil(columns * form.bits / 32)):
+                return StoredMatrix(form, WHOLE if shape else WHOLE[:2], (packed.shape[0], columns))
+        return None
 
     @classmethod
     def of_experts(cls, checkpoint: Checkpoint, modules: Sequence[str]) -> Self | None:
@@ -182,10 +191,8 @@ class Integers(ExpertFormat):
 CANDIDATES = tuple(Integers(bits, group) for bits in (2, 3, 4, 8) for group in reversed(GROUPS))
 
 
-def packed_parts(
-    checkpoint: Checkpoint, module: str, shape: tuple[int, int] | None = None
-) -> tuple[list[TensorInfo], tuple[int, int], int]:
-    """The header entries of packed integers, scales and zero points if there are any; R and C, the `shape`; bits.
+def packed_parts(checkpoint: Checkpoint, module: str) -> tuple[list[TensorInfo], tuple[int, int], int]:
+    """The header entries of packed integers, scales and zero points if there are any; R and C; bits.
 
     Raises:
         CheckpointError: they do not belong together, or cannot be read.
@@ -201,10 +208,7 @@ def packed_parts(
             "only groups in order of columns can be read, and zero points that config.json declares (symmetric: false)",
         )
     two = math.prod(stated.shape) == 2
-    if shape is None:
-        rows, columns = (int(n) for n in checkpoint.tensor(stated.name).flatten().tolist()) if two else (0, 0)
-    else:
-        rows, columns = shape
+    rows, columns = (int(n) for n in checkpoint.tensor(stated.name).flatten().tolist()) if two else (0, 0)
     bits, groups = packed.shape[-1] * 32 // columns if packed.shape and columns > 0 else 0, (0, *scale.shape)[-1]
     parts = [packed, scale] if zero is None else [packed, scale, zero]
     shapes = [(rows, columns * bits // 32), (rows, groups), (math.ceil(rows * bits / 32), groups)][: len(parts)]

@@ -25,7 +25,7 @@ from quantizers.system.errors import CheckpointError, InputError
 from quantizers.system.output_files import REPORT
 
 from .awq_gptq import is_awq_or_gptq, read_packing
-from .fp8 import declared_form
+from .declared import group_forms
 from .modelopt import MODELOPT, algorithm_problems
 
 SECTION, QUARK = "quantization_config", "quark"
@@ -91,6 +91,10 @@ def _quark_problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "Quark's global_quant_config.weight is no MXFP4 (dtype fp4, group_size 32, scale_format e8m0)", OTHERWISE
 
 
+FEW_BITS = 4
+ALREADY = "this model already has 4-bit weights, so there is nothing to quantize"
+RELEASE = "give the model's FP8 or BF16 release"
+ACCEPT = f"{RELEASE}; or source.accept_quantized: true, to have its experts in fewer bits"
 BITS = ("bits", "w_bit", "num_bits")
 SWITCHES = ("load_in_4bit", "_load_in_4bit")
 # Keys with a format's name; of dtypes, not those of the KV cache or of activations.
@@ -102,25 +106,30 @@ INNER = ("text_config", SECTION, "config_groups", "weights")  # sections that sa
 def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
     """Refuse a source whose weights have 4 bits or fewer, by its config.json, whose path is `where`."""
     for sign in _four_bit_keys(config):
-        raise CheckpointError(
-            where,
-            f"{sign}: this model already has 4-bit weights, so there is nothing to quantize",
-            "give the model's FP8 or BF16 release",
-        )
+        remedy = RELEASE
+        with contextlib.suppress(CheckpointError):  # accepted, it would be refused for this
+            refuse_unquantizable(config, where, accepted=True)
+            remedy = ACCEPT
+        raise CheckpointError(where, f"{sign}: {ALREADY}", remedy)
 
 
-def refuse_unquantizable(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a source whose weights are neither BF16 nor FP8 by its config.json, whose path is `where`."""
-    refuse_four_bits(config, where)
+def refuse_unquantizable(config: Mapping[str, Any], where: str, *, accepted: bool = False) -> None:
+    """Refuse a source that cannot be quantized by its config.json, whose path is `where`.
+
+    Args:
+        accepted: whether the recipe accepts weights of 4 bits or fewer.
+    """
+    if not accepted:
+        refuse_four_bits(config, where)
     if is_awq_or_gptq(config):
         raise CheckpointError(
             where,
             f"{SECTION}.quant_method is {config[SECTION]['quant_method']!r}: these weights are integers already",
-            "give the model's FP8 or BF16 release",
+            RELEASE,
         )
     refuse_unsupported(config, where)
-    if config.get(SECTION):
-        declared_form(config, where)
+    if (config.get(SECTION) or {}).get("quant_method") == "compressed-tensors":
+        group_forms(config, where)
 
 
 def _four_bit_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

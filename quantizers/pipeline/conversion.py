@@ -166,10 +166,9 @@ def _convert_part(job: Job, part: int | None, context: Context, watch: Watch) ->
     doing("converting")
     made, values = dict[str, torch.Tensor](), 0
     for matrices, form in _together(plan, part):
-        weights = [read_weight(stored, action.source.removesuffix(".weight"), context.device) for action in matrices]
+        weights = [read_weight(stored, _module(action), context.device) for action in matrices]
         for action, tensors in zip(matrices, _proven(job, matrices, form, weights), strict=True):
-            module = action.source.removesuffix(".weight")
-            made |= {f"{module}.{last}": tensor.cpu() for last, tensor in tensors.items()}
+            made |= {f"{_module(action)}.{last}": tensor.cpu() for last, tensor in tensors.items()}
         values += sum(map(torch.Tensor.numel, weights))
     watch.lap("convert")
     doing("writing")
@@ -188,6 +187,11 @@ def _convert_part(job: Job, part: int | None, context: Context, watch: Watch) ->
         audit=audit.as_dict(),
         peak_memory_bytes=peak_memory(context.device),
     )
+
+
+def _module(action: Action) -> str:
+    assert action.module is not None, "only matrices are converted"
+    return action.module
 
 
 def _together(plan: Plan, part: int | None) -> Iterator[tuple[Sequence[Action], RowFormat]]:

@@ -27,7 +27,6 @@ from quantizers.eval.coverage.summary import gates as coverage_gates
 from quantizers.eval.fidelity.figures import Fidelity
 from quantizers.eval.fidelity.variants import as_stored
 from quantizers.eval.report import schema
-from quantizers.formats.dequantization import stored_format
 from quantizers.hooks import hook
 from quantizers.output import journal
 from quantizers.output.journal import ShardDigest
@@ -71,7 +70,7 @@ def planned_conversion(job: Job, resolved: Resolved, device: torch.device) -> sc
     source, model = job.opened, resolved.recipe.source.model
     remarks = [job.facts.origin(), *remarks_on_config(source, job.facts), left_behind(source)]
     return schema.PlannedByRecipe(
-        source=source_figures(job.facts, model, source),
+        source=source_figures(job.facts, model, source, " and ".join(map(str, job.plan.source_experts))),
         plan=plan_figures(job.plan, job.facts),
         versions=versions(),
         notes=[*filter(None, remarks), *unchecked_notes()],
@@ -160,7 +159,9 @@ def conversion_report(
         consumers=verified.consumers,
         conversion=schema.Conversion(
             to=str(job.plan.experts.convert),
-            before=_forms_before(job),
+            before=list(
+                dict.fromkeys(str(a.stored.form) for a in job.plan.actions if a.kind == "convert" and a.stored)
+            ),
             matrices=sum(part.matrices for part in shown),
             values=sum(part.values for part in shown),
             equal=True,
@@ -174,13 +175,6 @@ def conversion_report(
         sha256={},
         card=schema.NO_CARD,
     )
-
-
-def _forms_before(job: Job) -> list[str]:
-    """The formats in which the source stores what is converted, as text for people."""
-    converted = (action for action in job.plan.actions if action.kind == "convert")
-    modules = (action.source.removesuffix(".weight") for action in converted)
-    return list(dict.fromkeys(stored_format(job.opened, module).description for module in modules))
 
 
 @dataclass(frozen=True)
@@ -278,10 +272,10 @@ def verified_parts(written: Mapping[str, ShardDigest], audit: Audit, engines: Fi
     return Verified(audited, gates, schema.Engines.model_validate(engines.as_dict()))
 
 
-def source_figures(facts: Architecture, model: str, source: Checkpoint) -> schema.Source:
-    """A checkpoint called `model`, and what its card says of it."""
-    card = source_card(facts, model, source)
-    return schema.Source(**card.given(), model=model, revision=source.revision, digest=source_digest(source))
+def source_figures(facts: Architecture, model: str, source: Checkpoint, experts: str | None = None) -> schema.Source:
+    """A checkpoint called `model`, what its card says of it, and how it stores the routed experts."""
+    card, digest = source_card(facts, model, source), source_digest(source)
+    return schema.Source(**card.given(), model=model, revision=source.revision, digest=digest, experts=experts)
 
 
 def _calibration(job: Job, data: CalibrationData, resolved: Resolved) -> schema.Calibration:

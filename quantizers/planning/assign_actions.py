@@ -6,7 +6,8 @@ An unknown tensor is refused: it might read the norm into which scales are folde
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from quantizers.architectures.architecture import Architecture, TensorFacts
@@ -14,13 +15,14 @@ from quantizers.architectures.fused import FUSED_IN_SOME, fits_fp8
 from quantizers.architectures.matrices import MATRICES, Matrix
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TORCH_DTYPES, Spec
 from quantizers.formats.conversion import CONVERSIONS
-from quantizers.formats.format import SCALE, ExpertFormat, RowFormat
+from quantizers.formats.declared import declared_forms
+from quantizers.formats.e8m0 import DTYPES, E8M0
+from quantizers.formats.format import PACKED, SCALE, SCALES, ExpertFormat, QuantizedFormat, RowFormat, StoredMatrix
 from quantizers.formats.fp8 import (
     ROWS,
     SCALE_INV,
     Fp8,
-    declared_form,
-    declared_scale,
+    Fp8Blocks,
     stored_form,
     unreadable_scale,
 )
@@ -74,29 +76,18 @@ def _modules(facts: Architecture, mtp: Iterable[int]) -> Iterator[_Module]:
 def expected_tensors(facts: Architecture, config: Mapping[str, Any], where: str) -> dict[str, Spec]:
     """Every tensor of a checkpoint as the family publishes it, for planning without the files.
 
-    Linear modules are FP8 if config.json's quantization_config says so, else bfloat16. `where` is its path.
+    Linear modules are stored as config.json's quantization_config declares, else in bfloat16. `where` is its path.
 
     Raises:
         CheckpointError: quantization_config declares a form of weights that cannot be read.
     """
-    form = declared_form(config, where) if config.get("quantization_config") else None
-    scale = declared_scale(config)
-
-    @cache
-    def linear(shape: tuple[int, ...]) -> list[tuple[str, Spec]]:
-        if not form:
-            return [("weight", Spec("BF16", shape))]
-        if isinstance(form, Fp8):
-            return [("weight", Spec(FP8, shape)), (scale, Spec(facts.scale_dtype, form.scale_shape(shape)))]
-        return [(scale if last == SCALE else last, spec) for last, spec in form.parts(shape)]
-
+    declared = declared_forms(config, where)
     tensors: dict[str, Spec] = {}
     for module in _modules(facts, facts.mtp_layers):
         if module.facts is not None:
             tensors[module.name] = Spec(module.facts.dtype, module.shape)
             continue
-        for last, spec in linear(module.shape):
-            tensors[f"{module.name}.{last}"] = spec
+        tensors |= declared.specs(module.name, module.shape, facts.scale_dtype)
     return tensors
 
 
@@ -109,12 +100,14 @@ def make_plan(
     attention: Attention = "keep",
     *,
     kv_cache: bool = False,
+    matrices: Mapping[str, StoredMatrix] = MappingProxyType({}),
 ) -> Plan:
     """The plan of a source named `where`.
 
     Args:
         tensors: the source's headers, or `expected_tensors`.
         block: rows and columns of an FP8 block, where FP8 weights have a scale per block.
+        matrices: those of the source's modules that are quantized otherwise, see `quantized_matrices`.
         attention: what becomes of linear modules that are no routed experts.
         kv_cache: whether there are scales for an FP8 cache of keys and values.
 
@@ -141,13 +134,19 @@ def make_plan(
     actions: list[Action] = []
     for module in _modules(facts, mtp):
         if module.facts is None:
-            actions += _linear_actions(remaining, module, routed, form, mtp, attention, where)
+            actions += _linear_actions(remaining, module, routed, (form, matrices), mtp, attention, where)
+        elif (matrix := matrices.get(module.name.removesuffix(".weight"))) is not None:
+            raise CheckpointError(
+                where,
+                f"{module.name} is stored as {matrix.form}, which is read of linear modules alone",
+                "give the model's release in which it has 16 or 32 bits",
+            )
         elif module.name in remaining or not module.facts.optional:
             integers = module.facts.dtype not in FLOATING
             dtypes = (module.facts.dtype,) if integers else FLOATING
             spec = take(remaining, module.name, module.shape, dtypes, where)
             actions.append(_tensor_action(module, spec, facts, fold=module.layer in folding))
-    actions += _unread_actions(remaining, actions, facts, facts.num_layers, where)
+    actions += _unread_actions(remaining, actions, facts, (form, matrices), where)
     if remaining:
         more = f" (and {len(remaining) - 1} more)" if len(remaining) > 1 else ""
         reason = "it might read the folded norm" if folded else "nothing says what it is for"
@@ -188,29 +187,65 @@ def _linear_actions(
     remaining: Remaining,
     module: _Module,
     of_routed: _Routed,
-    form: Fp8,
+    stored: tuple[Fp8, Mapping[str, StoredMatrix]],
     mtp: Collection[int],
     attention: Attention,
     where: str,
 ) -> Iterator[Action]:
-    """The actions of a linear module: of its weight, and of the scale that an FP8 one has."""
-    of, weight = (module.layer, module.expert, module.matrix), f"{module.name}.weight"
-    spec = take(remaining, weight, module.shape, (FP8, *FLOATING), where)
+    """The actions of a linear module: of its numbers or codes, and of the scales and other parts beside codes."""
+    matrix, (numbers, *beside) = _take_matrix(remaining, module, *stored, where)
     routed = module.expert is not None and module.layer not in mtp
     made: RowFormat | None = None if module.expert is not None else CONVERSIONS.get(attention)
-    if not (fits_fp8(module.name) if isinstance(made, Fp8) else spec.dtype == FP8):
+    if not (fits_fp8(module.name) if isinstance(made, Fp8) else not isinstance(matrix.form, Plain)):
         made = None  # it has no such form, or has it already
     kind: Kind = "convert" if made else "keep"
-    # An expert that has the format already is not converted to it.
-    if routed and (
-        of_routed.kind == "quantize" or of_routed.form != (form if spec.dtype == FP8 else Plain(spec.dtype))
-    ):
-        kind, made = of_routed
-    outputs = made.specs(module.name, spec.shape) if made else {weight: spec}
-    yield Action(weight, spec, kind, outputs, *of)
+    if routed and (of_routed.kind == "quantize" or of_routed.form != matrix.form):
+        kind, made = of_routed  # but an expert that has the format already is not converted to it
+    written = made or matrix.form
+    if kind == "keep" and not isinstance(written, QuantizedFormat | Plain):
+        raise CheckpointError(
+            where,
+            f"{numbers[0]} is stored as {written}, which no config group of compressed-tensors describes",
+            "give attention: bf16, or the model's release in FP8 or BF16"
+            if module.expert is None
+            else "give a checkpoint without layers that predict further tokens (MTP)",
+        )
+    place = (module.layer, module.expert, module.matrix, module.name)
+    outputs = list(written.specs(module.name, matrix.shape).items())
+    for number, (name, spec) in enumerate((numbers, *beside)):
+        first = matrix if number == 0 else None
+        if kind == "keep":
+            output, expected = outputs[number]
+            same = {spec.dtype, expected.dtype} <= {*DTYPES, "I8"}  # bytes under another dtype: see formats/e8m0.py
+            renamed = {output: Spec(expected.dtype, spec.shape) if same else spec}
+            yield Action(name, spec, "keep" if name in renamed else "rename", renamed, *place, first, written)
+        elif number == 0:
+            yield Action(name, spec, kind, written.specs(module.name, matrix.shape), *place, first, written)
+        else:
+            yield Action(name, spec, "drop", {}, *place)
+
+
+def _take_matrix(
+    remaining: Remaining, module: _Module, form: Fp8, matrices: Mapping[str, StoredMatrix], where: str
+) -> tuple[StoredMatrix, list[tuple[str, Spec]]]:
+    """A linear module's matrix, and its tensors, the numbers or codes first, which are taken out of `remaining`."""
+    matrix = matrices.get(module.name)
+    if matrix is not None:
+        return matrix, _take_parts(remaining, module, matrix, where)
+    weight = f"{module.name}.weight"
+    if weight not in remaining and f"{module.name}.{PACKED}" in remaining:
+        raise CheckpointError(
+            where,
+            f"{module.name}.{PACKED} is packed in a form that is not read in a source",
+            "give the model's release in FP8, BF16, or symmetric groups that its config.json declares",
+        )
+    spec = take(remaining, weight, module.shape, (FP8, *FLOATING), where)
+    shape = (module.shape[0], module.shape[1])
     if spec.dtype != FP8:
-        return
+        return StoredMatrix(Plain(spec.dtype), ("weight",), shape), [(weight, spec)]
     written, other = f"{module.name}.{SCALE}", f"{module.name}.{SCALE_INV}"
+    names = (f"{module.name}.{last}" for last in SCALES)
+    scale = written if form == ROWS else next((name for name in names if name in remaining), other)
     if form == ROWS and other in remaining:
         raise CheckpointError(
             where,
@@ -218,18 +253,35 @@ def _linear_actions(
             "group cannot say both",
             "give the published checkpoint",
         )
-    scale = written if form == ROWS or written in remaining else other
     if scale in remaining and (known := unreadable_scale(form, remaining[scale], spec.shape)):
         raise CheckpointError(
             where,
-            f"{scale} is a scale {known}; of FP8 only F32 or BF16 scales of rows or blocks can be read",
+            f"{scale} is a scale {known}; of FP8 only scales of rows or blocks can be read",
             "give the model's release with such scales, or in BF16",
         )
-    scale_spec = take(remaining, scale, form.scale_shape(spec.shape), ("F32", "BF16"), where)
-    if kind == "keep":
-        yield Action(scale, scale_spec, "keep" if scale == written else "rename", {written: scale_spec}, *of)
-    else:
-        yield Action(scale, scale_spec, "drop", {}, *of)
+    in_bytes = DTYPES if isinstance(form, Fp8Blocks) else ()
+    scale_spec = take(remaining, scale, form.scale_shape(spec.shape), ("F32", "BF16", *in_bytes), where)
+    if isinstance(form, Fp8Blocks) and scale_spec.dtype in DTYPES:
+        form = replace(form, scales=E8M0)
+    last = scale.rpartition(".")[2]
+    return StoredMatrix(form, ("weight", last), shape), [(weight, spec), (scale, scale_spec)]
+
+
+def _take_parts(remaining: Remaining, module: _Module, matrix: StoredMatrix, where: str) -> list[tuple[str, Spec]]:
+    """Take the tensors of a quantized matrix out of `remaining`; they must be those of its form and of this shape."""
+    if matrix.shape != module.shape:
+        raise CheckpointError(
+            where,
+            f"{module.name} is stored as {matrix.form} of shape {list(matrix.shape)}, config.json says "
+            f"{list(module.shape)}",
+            "they do not belong together, download both again",
+        )
+    taken = []
+    for last, (_, expected) in zip(matrix.parts, matrix.form.parts(matrix.shape), strict=False):
+        dtypes = FLOATING if expected.dtype in FLOATING else (expected.dtype, *(E8M0, "I8") * (expected.dtype == "U8"))
+        name = f"{module.name}.{last}"
+        taken.append((name, take(remaining, name, expected.shape, dtypes, where)))
+    return taken
 
 
 def _cached(facts: Architecture, where: str) -> dict[int, str]:
@@ -286,17 +338,18 @@ def _require_converted(attention: Attention, actions: Sequence[Action], where: s
     matrices, key = [action for action in actions if action.is_other_matrix], f"{where}: attention: {attention}"
     converted = [action for action in matrices if action.kind == "convert"]
     if not converted:
-        is_fp8 = "of attention, shared experts or dense layers is FP8"
+        is_fp8 = "of attention, shared experts or dense layers is FP8 or quantized otherwise"
         raise RecipeError(key, f"no matrix {'fits' if isinstance(made, Fp8) else is_fp8}", "remove the key")
     if not isinstance(made, Fp8):
         return
     for action in matrices:
-        if action.spec.dtype == FP8:
-            raise RecipeError(key, f"{action.source} is FP8 already", "remove the key, or give bf16")
+        if action.stored is not None and not isinstance(action.stored.form, Plain):
+            already = "FP8" if isinstance(action.stored.form, Fp8) else str(action.stored.form)
+            raise RecipeError(key, f"{action.source} is {already} already", "remove the key, or give bf16")
     merged = {module for modules in FUSED_IN_SOME.values() for module in modules[:-1]}
     for action in converted:
-        rows, columns = action.spec.shape
-        last = action.source.removesuffix(".weight").rpartition(".")[2]
+        rows, columns = action.shape
+        last = str(action.module).rpartition(".")[2]
         for what, size, edge in (("rows", rows if last in merged else 0, 0), ("columns", columns, 1)):
             if size % made.edges[edge]:
                 raise RecipeError(
@@ -308,7 +361,11 @@ def _require_converted(attention: Attention, actions: Sequence[Action], where: s
 
 
 def _unread_actions(
-    remaining: Remaining, actions: Sequence[Action], facts: Architecture, layers: int, where: str
+    remaining: Remaining,
+    actions: Sequence[Action],
+    facts: Architecture,
+    stored: tuple[Fp8, Mapping[str, StoredMatrix]],
+    where: str,
 ) -> list[Action]:
     """The actions of the tensors that the facts call unread, none of which another action may name."""
     for name in {name for action in actions for name in (action.source, *action.outputs)} if facts.unread else ():
@@ -320,15 +377,23 @@ def _unread_actions(
             )
     unread = {name: spec.shape for name, spec in remaining.items() if facts.is_unread(name)}
     taken = {name: take(remaining, name, shape, tuple(TORCH_DTYPES), where) for name, shape in unread.items()}
-    in_fp8 = {name for name, spec in taken.items() if spec.dtype == FP8}
-    layer_of = {facts.layer(layer, ""): layer for layer in range(layers)}
+    form, matrices = stored
+    layer_of = {facts.layer(layer, ""): layer for layer in range(facts.num_layers)}
     unread_actions = []
     for name, spec in taken.items():
-        module, _, suffix = name.rpartition(".")
-        renamed = suffix == SCALE_INV and f"{module}.weight" in in_fp8
+        module, _, last = name.rpartition(".")
         layer = next((number for prefix, number in layer_of.items() if name.startswith(prefix)), None)
-        outputs = {f"{module}.{SCALE}" if renamed else name: spec}
-        unread_actions.append(Action(name, spec, "rename" if renamed else "carry", outputs, layer))
+        weight, matrix = taken.get(f"{module}.weight"), matrices.get(module)
+        if matrix is not None:
+            written = matrix.form if last == matrix.parts[0] else None
+            beside = last in matrix.parts[1:]
+        else:
+            written = form if spec.dtype == FP8 else None
+            beside = last in (SCALE, SCALE_INV) and weight is not None and weight.dtype == FP8
+        output = f"{module}.{SCALE}" if beside and last == SCALE_INV else name
+        kind: Kind = "carry" if output == name else "rename"
+        of = module if beside else None
+        unread_actions.append(Action(name, spec, kind, {output: spec}, layer, module=of, written=written))
     return unread_actions
 
 

@@ -136,11 +136,9 @@ class _Phases:
         # What is made of linear modules that are no experts, and temporaries for one of them.
         made = [[a for a in plan.of_layer(number) if a.kind == "convert"] for number in numbers]
         self._linears = max(sum(spec.bytes for a in layer for spec in a.outputs.values()) for layer in made)
-        largest = max((math.prod(a.spec.shape) for layer in made for a in layer), default=0)
+        largest = max((math.prod(a.shape) for layer in made for a in layer), default=0)
         self._converting = self._linears + CONVERTING * largest
-        attention_rows = max(
-            sum(a.spec.shape[0] for a in plan.of_layer(number) if a.is_other_matrix) for number in numbers
-        )
+        attention_rows = max(sum(a.shape[0] for a in plan.of_layer(number) if a.is_other_matrix) for number in numbers)
         attention = max(longest, rows) * itemsize * 4 * (hidden + attention_rows)
         # For each routed copy of a token: x, gate and up, their activations and h; or x and the output, and twice the
         # output in float32 times its routing weight. (A CPU computes expert after expert.)
@@ -164,7 +162,7 @@ class _Phases:
 
 def _layer_bytes(plan: Plan, number: int, itemsize: int) -> int:
     weights = (action for action in plan.of_layer(number) if action.is_weight)
-    return sum(math.prod(a.spec.shape) * (FLOAT if a.kind == "compensate" else itemsize) for a in weights)
+    return sum(math.prod(a.shape) * (FLOAT if a.kind == "compensate" else itemsize) for a in weights)
 
 
 def placement(

@@ -134,10 +134,10 @@ def _estimate_conversion(job: Job, output_bytes: int, processes: int, disk: floa
     plan = job.plan
     converted = [action for action in plan.actions if action.kind == "convert"]
     source = sum(action.spec.bytes for action in plan.actions)
-    weights = sum(math.prod(action.spec.shape) for action in converted)
+    weights = sum(math.prod(action.shape) for action in converted)
     layer = max(sum(action.spec.bytes for action in plan.of_layer(part)) for part in plan.parts)
     written = max(sum(spec.bytes for spec in plan.shard(part).values()) for part in plan.parts)
-    matrices = CONVERTED_AT_ONCE * max(math.prod(action.spec.shape) for action in converted)
+    matrices = CONVERTED_AT_ONCE * max(math.prod(action.shape) for action in converted)
     whole = Work(moved=float(MOVED_TO_CONVERT * weights), files=float(source + output_bytes))
     again = Work(files=float(output_bytes))
     seconds = {}
@@ -207,8 +207,8 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
     models = _models(job)
     tokens, passes = sum(lengths), sum(lengths) + models * sum(texts)
     passthrough = [action for action in layer if action.is_other_matrix]
-    numbers = sum(math.prod(action.spec.shape) for action in passthrough)
-    outputs = (a.spec.shape[1] for a in passthrough if "attn" in a.source and a.spec.shape[0] == facts.hidden_size)
+    numbers = sum(math.prod(action.shape) for action in passthrough)
+    outputs = (a.shape[1] for a in passthrough if "attn" in a.source and a.shape[0] == facts.hidden_size)
     pairs = sum(n * n for n in lengths) + models * sum(n * n for n in texts)
     products = 2.0 * passes * numbers + 2.0 * max(outputs, default=0) * pairs  # with attention
     files = float(sum(a.spec.bytes for a in layer) + sum(spec.bytes for spec in job.plan.shard(number).values()))

@@ -57,6 +57,9 @@ class Source(Strict):
     facts: Annotated[Annotated[str, Field(min_length=1)] | None, ONLY_IF_GIVEN] = None
     """A file with your own architecture spec for the model's family, relative to the recipe. Default: the built-in
     spec."""
+    accept_quantized: Annotated[bool, Field(exclude_if=lambda value: not value)] = False
+    """Whether experts that have 4 bits or fewer in the source may be quantized once more. What is measured is then the
+    distance from these, not from what they were made of."""
 
     @property
     def trusts_tokenizer(self) -> bool:

@@ -16,10 +16,11 @@ from typing import Literal
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import Own, architecture_for
+from quantizers.architectures.families import Own
 from quantizers.architectures.matrices import MATRICES
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, torch_dtype
 from quantizers.formats.dequantization import read_weight
+from quantizers.formats.stored_matrices import architecture_of
 from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.output import journal
@@ -70,7 +71,7 @@ def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.devic
         CheckpointError: the two do not belong together, are swapped, or their format cannot be stitched.
     """
     refuse_swapped_arguments(source, experts, f"--source {experts.name} --experts {source.name}")
-    facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
+    facts = architecture_of(source, own)
     source = split_fused_experts(source, facts)
     if not facts.is_of(experts.config):
         where = experts.folder / CONFIG

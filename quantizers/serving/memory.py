@@ -29,7 +29,7 @@ from quantizers.architectures.architecture import Architecture, Parts
 from quantizers.architectures.fused import FUSED
 from quantizers.architectures.matrices import MATRICES
 from quantizers.formats.format import INTEGERS, NAME, ExpertFormat, RowFormat
-from quantizers.formats.fp8 import Fp8, Fp8Blocks
+from quantizers.formats.fp8 import Fp8Blocks
 from quantizers.formats.packed_integers import Integers
 from quantizers.planning.allocation import candidates
 from quantizers.planning.gpus import GIB, Gpus, lacking_facts, most_unseen, parse_gpus
@@ -111,7 +111,7 @@ class Fit:
     fits: bool
 
 
-def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: Fp8 | None) -> Model:
+def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any]) -> Model:
     """The facts about a plan's output; InputError where the architecture spec does not say how servers divide it."""
     if problem := lacking_facts(facts):
         raise InputError("", problem)
@@ -120,11 +120,11 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: 
     blocks: dict[str, tuple[int, int]] = {}
     for number, layer in enumerate(layers):
         for action in plan.of_layer(number):
-            module = action.source.removeprefix(facts.layer(number, "")).rpartition(".")[0]
+            module = (action.module or action.source.rpartition(".")[0]).removeprefix(facts.layer(number, ""))
             holder = EXPERTS if action.expert is not None else module if module in linears else OTHERS
             layer[holder] += sum(spec.bytes for spec in action.outputs.values())
-            if holder == module and action.in_fp8 and isinstance(fp8, Fp8Blocks):
-                blocks[module] = fp8.edges
+            if holder == module and isinstance(action.written, Fp8Blocks):
+                blocks[module] = action.written.edges
     outside = sum(spec.bytes for spec in plan.shard(None).values())
     held = outside + sum(size for layer in layers for size in layer.values())
     return Model(

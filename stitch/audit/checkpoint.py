@@ -18,14 +18,15 @@ from typing import Any
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import Own, architecture_for
+from quantizers.architectures.families import Own
 from quantizers.checkpoint.loaded_tensors import prefetched_tensors
 from quantizers.checkpoint.reader import CONFIG, WEIGHTS, Checkpoint, open_folder, side_files
 from quantizers.checkpoint.remote import HubFiles
-from quantizers.checkpoint.safetensors_header import FP8, Spec
-from quantizers.formats.format import SCALE, ExpertFormat, format_of_experts
+from quantizers.checkpoint.safetensors_header import FLOATING, Spec
+from quantizers.formats.format import PACKED, SCALE, ExpertFormat, format_of_experts
 from quantizers.formats.fp8 import ROWS, block_size, has_kv_scales
 from quantizers.formats.lossless import TARGETS
+from quantizers.formats.stored_matrices import architecture_of, quantized_matrices
 from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.output.journal import MISSING, ShardDigest, differences, short_value
 from quantizers.output.manifest import read_record
@@ -110,7 +111,7 @@ def verify(
         CheckpointError: the source is damaged. Damage to the candidate is a difference.
     """
     audit = Audit()
-    facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
+    facts = architecture_of(source, own)
     source = split_fused_experts(source, facts)
     record = read_record(folder)
     recorded = recorded_digests(record) if digests is None else digests
@@ -146,7 +147,7 @@ def verify(
         return _ordered(audit, folder)
     plan = plan.with_norms_kept(list(_unfolded(plan, source, renamed, facts)))
     audit.differences += _header_differences(plan, facts, candidate)
-    config = output_config(source.config, facts, plan, plan.fp8_form(block_size(source)))
+    config = output_config(source.config, facts, plan)
     audit.differences += _config_differences(candidate.config, config, ours=audit.digests_checked)
     audit.differences += strays(folder, {info.file.name for info in candidate.tensors.values()})
     if audited is not None:
@@ -189,7 +190,8 @@ def stored_plan(
     experts = Experts.model_validate({"convert": convert} if convert is not None else {"format": schemes[0].name})
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
     where, block = str(source.folder), block_size(source)
-    plan = make_plan(facts, specs, experts, where, block, attention, kv_cache=kv_cache)
+    matrices = quantized_matrices(source.tensors, source.config, where)
+    plan = make_plan(facts, specs, experts, where, block, attention, kv_cache=kv_cache, matrices=matrices)
     return plan if convert is not None else plan.with_schemes(schemes)
 
 
@@ -201,17 +203,25 @@ def _recorded_conversion(record: Mapping[str, Any]) -> str | None:
 
 
 def stored_attention(source: Checkpoint, candidate: Checkpoint, facts: Architecture) -> Attention:
-    """Conversion of linear modules other than experts, from the first one whose dtype differs from the source's."""
+    """Conversion of linear modules other than experts, from the first one that is quantized in one of both alone."""
     for layer in range(facts.num_layers):
         for module in (facts.layer(layer, name) for name in facts.of_layer(layer).linears):
-            before, now = (checkpoint.tensors.get(f"{module}.weight") for checkpoint in (source, candidate))
-            if before is None or now is None or (before.dtype == FP8) == (now.dtype == FP8):
+            before, now = (_is_plain(checkpoint, module) for checkpoint in (source, candidate))
+            if before is None or now is None or before == now:
                 continue
-            if now.dtype != FP8:
+            if now:
                 return "bf16"
-            scale = candidate.tensors.get(f"{module}.{SCALE}")
-            return "fp8" if scale is None or scale.shape == ROWS.scale_shape(now.shape) else "fp8-block"
+            weight, scale = (candidate.tensors.get(f"{module}.{last}") for last in ("weight", SCALE))
+            return "fp8" if weight and (not scale or scale.shape == ROWS.scale_shape(weight.shape)) else "fp8-block"
     return "keep"
+
+
+def _is_plain(checkpoint: Checkpoint, module: str) -> bool | None:
+    """Whether a module's weight is stored as plain numbers; None if there is none."""
+    if f"{module}.{PACKED}" in checkpoint.tensors:
+        return False
+    weight = checkpoint.tensors.get(f"{module}.weight")
+    return None if weight is None else weight.dtype in FLOATING
 
 
 def _unfolded(plan: Plan, source: Checkpoint, candidate: Checkpoint, facts: Architecture) -> Iterator[int]:

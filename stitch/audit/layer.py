@@ -74,15 +74,14 @@ def audit_kept(
         missing = not action.outputs.keys() <= candidate.tensors.keys()  # which is reported
         if missing or action.kind not in (*PASSTHROUGH, "convert"):
             continue
-        if action.kind == "convert":
+        if action.kind == "convert" and action.module is not None:
             audit.converted += 1
-            module = action.source.removesuffix(".weight")
             if plan.experts.convert is not None:
-                audit.differences += unequal_values(module, source, candidate, device)
-                audit.values += math.prod(action.spec.shape)
+                audit.differences += unequal_values(action.module, source, candidate, device)
+                audit.values += math.prod(action.shape)
                 continue
             with _reading_the_source():
-                made = converted(source, module, plan.attention, device)
+                made = converted(source, action.module, plan.attention, device)
             audit.differences += [
                 f"{name}: is not what `attention: {plan.attention}` makes of the source's"
                 for name, tensor in made.items()

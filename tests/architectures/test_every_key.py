@@ -104,7 +104,7 @@ def misread(checkpoint: Checkpoint, facts: Architecture) -> list[Finding]:
     """What servers would read wrongly in the planned output."""
     plan = make_plan(facts, split_fused_experts(checkpoint, facts).tensors, Experts(group_size=32), "model", (128, 128))
     written = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
-    return check(output_config(checkpoint.config, facts, plan, None), written, facts).findings
+    return check(output_config(checkpoint.config, facts, plan), written, facts).findings
 
 
 def variants(name: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:

@@ -226,7 +226,7 @@ def test_a_derived_types_config_has_what_is_fp8_in_its_fp8_group_and_nothing_els
     recipe = tiny.write_recipe(tmp_path)
     change(recipe, lambda body: body.update(attention=attention))
     job = prepare(str(recipe))
-    section = output_config(job.config, job.facts, job.plan, job.fp8)["quantization_config"]
+    section = output_config(job.config, job.facts, job.plan)["quantization_config"]
     groups = section["config_groups"]
     found: dict[str, set[str]] = {"fp8": set(), "plain": set()}
     for file in job.plan.shards().values():

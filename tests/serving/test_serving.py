@@ -19,7 +19,6 @@ from planned import published
 from quantizers.architectures.families import architecture_for, published_config, published_models
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.formats.fp8 import BLOCKS, ROWS
 from quantizers.formats.packed_integers import GROUPS, Integers
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.recipe.schema import Experts
@@ -65,13 +64,11 @@ Change = Callable[[Section], object]
 
 def made(config: dict[str, Any], experts: Experts | None = None, schemes: list[Integers] | None = None) -> Output:
     """config.json and tensors of an output, as the plan for a source with this config.json says."""
-    section = config.get("quantization_config")
-    fp8 = None if section is None else BLOCKS if "weight_block_size" in section else ROWS
     facts = architecture_for(config, "x")
     plan = make_plan(facts, expected_tensors(facts, config, "x"), experts or Experts(), "x", BLOCK)
     plan = plan.with_schemes(schemes) if schemes else plan
     tensors = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
-    return copy.deepcopy(output_config(config, facts, plan, fp8)), tensors
+    return copy.deepcopy(output_config(config, facts, plan)), tensors
 
 
 def good() -> Output:
