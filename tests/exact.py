@@ -23,6 +23,17 @@ def matrix(rows: int, columns: int, generator: torch.Generator, powers: tuple[in
     return codes * torch.exp2(exponents.float()).repeat_interleave(GROUP, 1)
 
 
+def write_plain(folder: Path, layers: int = 2, hidden: int = 256) -> Path:
+    """A model in bfloat16 of whose linear matrices every value is such a number."""
+    config = tiny.config(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=128, quantization_config=None)
+    tensors, generator = tiny.tensors(config), torch.Generator().manual_seed(2)
+    for scale in [name for name in tensors if name.endswith("_scale_inv")]:
+        name = scale.removesuffix("_scale_inv")
+        tensors[name] = matrix(*tensors[name].shape, generator).bfloat16()
+        del tensors[scale]
+    return write_tokenizer(tiny.write(folder, config, tensors))
+
+
 def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The codes and scales of FP8 blocks, powers of two, of values that have some."""
     rows, columns = (size // 128 for size in weight.shape)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -196,18 +197,13 @@ def _module(action: Action) -> str:
 
 def _together(plan: Plan, part: int | None) -> Iterator[tuple[Sequence[Action], RowFormat]]:
     """Matrices that are converted together, with their format: gate and up of an expert, for servers fuse them."""
-    target, fused = TARGETS[str(plan.experts.convert)].form, dict[int, list[Action]]()
-    for action in plan.of_layer(part):
-        if action.kind != "convert":
-            continue
-        if action.expert is None:
-            yield [action], CONVERSIONS[plan.attention]
-        elif action.matrix == "down":
-            yield [action], target
+    target = TARGETS[str(plan.experts.convert)].form
+    converted = (action for action in plan.of_layer(part) if action.kind == "convert")
+    for (expert, _), actions in groupby(converted, lambda action: (action.expert, action.matrix == "down")):
+        if expert is None:
+            yield from (([action], CONVERSIONS[plan.attention]) for action in actions)
         else:
-            fused.setdefault(action.expert, []).append(action)
-    for actions in fused.values():
-        yield actions, target
+            yield list(actions), target
 
 
 def _proven(
