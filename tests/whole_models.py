@@ -84,6 +84,14 @@ def finished_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if scheme.format == "nvfp4-pack-quantized":  # whose decompressor answers in bfloat16 alone
             weights[f"{module}.weight"] = nvfp4_by_the_library(parts, scheme)
             continue
+        if scheme.format.startswith("mxfp"):  # the same
+            from low_bits import numbers
+
+            weights[f"{module}.weight"] = exact = numbers(parts)
+            assert torch.equal(exact.bfloat16(), compressor.decompress(dict(parts), scheme)["weight"].bfloat16()), (
+                module
+            )
+            continue
         weight = compressor.decompress(parts | {"weight_scale": parts["weight_scale"].float()}, scheme)["weight"]
         assert weight.dtype == torch.float32
         if scheme.weights.strategy == "block":  # two ways of the library to the same numbers

@@ -12,10 +12,10 @@ from typing import Any
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
-from quantizers.checkpoint.safetensors_header import FLOATING, Spec, Stored, TensorInfo
+from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Spec, Stored, TensorInfo
 
 from .dequantization import row_formats
-from .format import PACKED, StoredMatrix
+from .format import PACKED, SCALES, StoredMatrix
 from .fp8 import Fp8
 from .packed_integers import Integers
 from .plain import Plain
@@ -65,7 +65,9 @@ def unpacked_headers(checkpoint: Checkpoint) -> dict[str, Stored]:
     headers: dict[str, Stored] = {}
     for name, info in checkpoint.tensors.items():
         module, _, last = name.rpartition(".")
-        matrix = matrices.get(module)
+        matrix, weight = matrices.get(module), checkpoint.tensors.get(f"{module}.{WEIGHT}")
+        if matrix is None and last == SCALES[-1] and weight is not None and weight.dtype == FP8:
+            continue  # which nothing else knows as a scale
         if matrix is None or last not in matrix.parts:
             headers[name] = info
         elif last == matrix.parts[0]:

@@ -387,10 +387,12 @@ def _unread_actions(
         if matrix is not None:
             written = matrix.form if last == matrix.parts[0] else None
             beside = last in matrix.parts[1:]
+            served = dict(zip(matrix.parts, (part for part, _ in matrix.form.parts(matrix.shape)), strict=False))
         else:
             written = form if spec.dtype == FP8 else None
-            beside = last in (SCALE, SCALE_INV) and weight is not None and weight.dtype == FP8
-        output = f"{module}.{SCALE}" if beside and last == SCALE_INV else name
+            beside = last in SCALES and weight is not None and weight.dtype == FP8
+            served = dict.fromkeys(SCALES, SCALE) if beside else {}
+        output = f"{module}.{served.get(last, last)}" if module else name
         kind: Kind = "carry" if output == name else "rename"
         of = module if beside else None
         unread_actions.append(Action(name, spec, kind, {output: spec}, layer, module=of, written=written))

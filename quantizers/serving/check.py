@@ -33,9 +33,9 @@ from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
-from quantizers.formats.e8m0 import DTYPES
+from quantizers.formats.e8m0 import DTYPES, E8M0
 from quantizers.formats.format import PACKED, SCALE
-from quantizers.formats.fp8 import SCALE_INV
+from quantizers.formats.fp8 import SCALE_INV, Fp8Blocks
 from quantizers.formats.mxfp4 import Mxfp4
 from quantizers.formats.nvfp4 import INPUT_SCALE, Nvfp4
 from quantizers.formats.packed_integers import GROUP_INDEX, SHAPE, ZERO_POINT
@@ -456,8 +456,10 @@ def _required(scheme: ServedScheme, shape: tuple[int, ...]) -> Needed | None:
     if scheme.form is None:
         return None
     read = {part: spec for part, spec in scheme.form.parts(shape) if part != SHAPE}  # which nothing reads
+    # Servers copy the scales of blocks into float32, F8_E8M0 as the numbers they are, see formats/e8m0.py.
+    numbers = (*FLOATING, E8M0) if isinstance(scheme.form, Fp8Blocks) else FLOATING
     return {
-        part: (FLOATING if part == SCALE and spec.dtype in FLOATING else (spec.dtype,), spec.shape)
+        part: (numbers if part == SCALE and spec.dtype in FLOATING else (spec.dtype,), spec.shape)
         for part, spec in read.items()
     }
 
