@@ -3,7 +3,8 @@
 255 is NaN, and 0 is 2^-127, which float32 has as a denormal number. Files have them as F8_E8M0 (DeepSeek-V4) or U8
 (compressed-tensors, ModelOpt, MiniMax-M3). Both are the same bytes, but a server that copies a scale into a parameter
 of the other dtype converts its numbers, so that it must be written in the dtype that is loaded: U8 for MXFP8 and MXFP4,
-F8_E8M0 for FP8 in blocks, whose parameters are float32.
+F8_E8M0 for FP8 in blocks, whose parameters are float32. (transformers 5.17 reads these; 5.24 does not, where it
+dequantizes a model of compressed-tensors: it multiplies in the scale's own dtype, and loads wrong numbers.)
 
 E4M3's and E2M1's numbers times any of these powers are float32 exactly, but for those that overflow.
 """

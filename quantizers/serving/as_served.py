@@ -28,6 +28,7 @@ from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.formats import nvfp4
 from quantizers.formats.dequantization import stored_format, stored_matrix
+from quantizers.formats.e8m0 import numbers
 from quantizers.formats.format import ForeignFormat, Format
 from quantizers.formats.fp8 import LARGEST, block_size, to_fp8
 from quantizers.formats.nvfp4 import INPUT_SCALE
@@ -99,7 +100,7 @@ def multiplied_weight(stored: Checkpoint, module: str, rules: Kernel, device: to
     else:
         parts = [stored.tensor(f"{module}.{part}").to(device) for part in matrix.parts]
         if rules.scales == "bfloat16":
-            parts[1:] = [scale.to(DTYPE).float() for scale in parts[1:]]
+            parts[1:] = [numbers(scale).to(DTYPE).float() for scale in parts[1:]]
         weight = matrix.numbers(parts).float()
     if rules.scales == "power of two":
         weight = blocks_to_powers_of_two(weight)

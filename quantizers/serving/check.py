@@ -33,10 +33,11 @@ from quantizers.architectures.matrices import MATRICES, PROJECTIONS
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
-from quantizers.formats.e8m0 import DTYPES, E8M0
+from quantizers.formats.e8m0 import DTYPES, E8M0, GROUP
 from quantizers.formats.format import PACKED, SCALE
 from quantizers.formats.fp8 import SCALE_INV, Fp8Blocks
 from quantizers.formats.mxfp4 import Mxfp4
+from quantizers.formats.mxfp8 import Mxfp8
 from quantizers.formats.nvfp4 import INPUT_SCALE, Nvfp4
 from quantizers.formats.packed_integers import GROUP_INDEX, SHAPE, ZERO_POINT
 from quantizers.planning.gpus import lacking_facts
@@ -106,6 +107,7 @@ CONSEQUENCES: dict[Mistake, str] = {
     "extra": "vLLM fails with an AttributeError, for it has no such parameter; silently ignored by the others",
     "scale dtype": "the scale is silently rounded on load, and the integers no longer fit it",
 }
+READS_POWERS = "5.17 reads them; 5.24 loads wrong numbers without an error, for it multiplies in the scale's own dtype"
 CACHE_ON_CARDS = (
     "its cache becomes FP8, which GPUs of SM80 to 88 have with FlashInfer alone; --kv-cache-dtype bfloat16 turns it "
     "off, but FlashInfer would multiply by the scales all the same; FlashAttention 3 and Triton quantize the query too"
@@ -249,6 +251,8 @@ def _lookup_remarks(engine: str, lookup: Lookup, stored: Mapping[str, Parts]) ->
             continue  # see `_name_remarks`
         if engine == TRANSFORMERS and lookup.kind == EXPERTS and _is_taken_plain(lookup.scheme, stored[member.name]):
             continue
+        if engine == TRANSFORMERS and _has_powers(lookup.scheme, stored[member.name]):
+            yield "warning", [engine], member.name, f"{lookup.kind}: FP8 blocks with scales in {E8M0}", READS_POWERS
         for mistake, problem in mistakes(lookup.scheme, stored[member.name], member.shape):
             severity: Severity = "warning" if mistake == "scale dtype" else "error"
             yield severity, [engine], member.name, f"{lookup.kind}: {problem}", CONSEQUENCES[mistake]
@@ -261,6 +265,11 @@ def _is_taken_plain(scheme: ServedScheme | None, parts: Parts) -> bool:
     """
     in_fp8 = scheme is not None and (scheme.type, scheme.bits) == ("float", 8)
     return in_fp8 and SCALE not in parts and "weight" in parts and parts["weight"].dtype in FLOATING
+
+
+def _has_powers(scheme: ServedScheme | None, parts: Parts) -> bool:
+    """Whether a module is in FP8 blocks whose scales are powers of two in a byte."""
+    return scheme is not None and isinstance(scheme.form, Fp8Blocks) and SCALE in parts and parts[SCALE].dtype == E8M0
 
 
 def _name_remarks(
@@ -397,6 +406,8 @@ def describe(parts: Parts, shape: tuple[int, ...]) -> str:
         return dtype if scale is None else f"{dtype} with a scale"
     if scale is None:
         return f"FP8 with {SCALE_INV}" if SCALE_INV in parts else "FP8 without a scale"
+    if scale.dtype in DTYPES and scale.shape == (shape[0], shape[-1] // GROUP):
+        return str(Mxfp8()) if scale.dtype != E8M0 else f"{Mxfp8()} with scales in {E8M0}"
     if math.prod(scale.shape) == 1 and math.prod(shape) > 128 * 128:
         return "FP8 per tensor"
     if scale.shape[0] == shape[0]:
