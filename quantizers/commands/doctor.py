@@ -512,7 +512,8 @@ def _output_state(folder: Path, job: Job, data: CalibrationData | None, device: 
     if not journal.unfinished(folder):
         return "would begin anew"
     work, layers = journal.work_folder(folder), job.facts.num_layers
-    if data is not None and job.source is not None and not (work / "moving").exists():
+    known = data is not None or job.recipe.experts.convert is not None
+    if known and job.source is not None and not (work / "moving").exists():
         threads = torch.get_num_threads()
         try:
             use_threads(job.facts, journal.begun_with(work).get("threads"))
@@ -543,6 +544,8 @@ def _memory_and_time(
         time = f"{seconds / DAY:,.0f} days" if seconds > 2 * DAY else duration(seconds)
         remedy = "`quantize plan` has the times on GPUs" if seconds > DAY else ""
         rows.add("time", f"about {time} on this {on}, estimated", remedy)
+    if job.recipe.experts.convert is not None:
+        return 0, 0
     lengths, texts = calibration_lengths(job)[0], evaluation_lengths(job)
     data, held_out = sets.get("calibration"), sets.get("held-out")
     if data:

@@ -26,6 +26,7 @@ from quantizers.formats.fp8 import (
     stored_form,
     unreadable_scale,
 )
+from quantizers.formats.lossless import TARGETS
 from quantizers.formats.packed_integers import GROUPS
 from quantizers.formats.plain import Plain
 from quantizers.recipe.schema import Attention, Experts
@@ -47,6 +48,13 @@ class _Module(NamedTuple):
     facts: TensorFacts | None = None
     expert: int | None = None
     matrix: Matrix | None = None
+
+
+class _Routed(NamedTuple):
+    """What becomes of routed experts, but for those of MTP layers."""
+
+    kind: Kind
+    form: RowFormat
 
 
 def _modules(facts: Architecture, mtp: Iterable[int]) -> Iterator[_Module]:
@@ -109,16 +117,15 @@ def make_plan(
         RecipeError: the group size does not divide the experts' matrices, the recipe asks for a fold that is not exact,
             or for a conversion that this source does not need or that servers do not take.
     """
-    scheme = experts.scheme
-    require_group(
-        scheme,
-        {
-            facts.sizes[key].key: facts.sizes[key].value
-            for key in ("latent" if "latent" in facts.sizes else "hidden", "width")
-        },
-        where,
-    )
-    folded = folds(facts, experts, where)
+    hidden = facts.sizes.get("latent", facts.sizes["hidden"])
+    sizes = {size.key: size.value for size in (hidden, facts.sizes["width"])}
+    if experts.convert is None:
+        require_group(experts.scheme, sizes, where)
+        routed = _Routed("quantize", experts.scheme)
+    else:
+        _require_edges(experts.convert, sizes, where)
+        routed = _Routed("convert", TARGETS[experts.convert].form)
+    folded = experts.convert is None and folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     within = {n: t for n, t in tensors.items() if n.startswith(in_layers) and not facts.is_unread(n)}
     form = stored_form(within, block)
@@ -128,7 +135,7 @@ def make_plan(
     actions: list[Action] = []
     for module in _modules(facts, mtp):
         if module.facts is None:
-            actions += _linear_actions(remaining, module, scheme, (form, matrices), mtp, attention, where)
+            actions += _linear_actions(remaining, module, routed, (form, matrices), mtp, attention, where)
         elif (matrix := matrices.get(module.name.removesuffix(".weight"))) is not None:
             raise CheckpointError(
                 where,
@@ -152,8 +159,17 @@ def make_plan(
     last = facts.num_layers + len(facts.mtp_layers)
     actions.sort(key=lambda action: last if action.layer is None else action.layer)
     _require_converted(attention, actions, where)
+    schemes: tuple[ExpertFormat, ...] = ()
+    if experts.convert is None:
+        schemes = (experts.scheme,) * facts.num_layers
+    elif not any(action.kind == "convert" and action.expert is not None for action in actions):
+        raise RecipeError(
+            f"{where}: experts.convert: {experts.convert}",
+            f"these experts are {routed.form} already",
+            "there is nothing to convert: give another format, or remove the key",
+        )
     cached = _cached(facts, where) if kv_cache else {}
-    return Plan(tuple(actions), facts.num_layers, experts, (scheme,) * facts.num_layers, attention, tuple(mtp), cached)
+    return Plan(tuple(actions), facts.num_layers, experts, schemes, attention, tuple(mtp), cached)
 
 
 def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bool) -> Action:
@@ -171,7 +187,7 @@ def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bo
 def _linear_actions(
     remaining: Remaining,
     module: _Module,
-    scheme: ExpertFormat,
+    of_routed: _Routed,
     stored: tuple[Fp8, Mapping[str, StoredMatrix]],
     mtp: Collection[int],
     attention: Attention,
@@ -179,12 +195,14 @@ def _linear_actions(
 ) -> Iterator[Action]:
     """The actions of a linear module: of its numbers or codes, and of the scales and other parts beside codes."""
     matrix, (numbers, *beside) = _take_matrix(remaining, module, *stored, where)
-    quantized = module.expert is not None and module.layer not in mtp
-    made = None if module.expert is not None else CONVERSIONS.get(attention)
+    routed = module.expert is not None and module.layer not in mtp
+    made: RowFormat | None = None if module.expert is not None else CONVERSIONS.get(attention)
     if not (fits_fp8(module.name) if isinstance(made, Fp8) else not isinstance(matrix.form, Plain)):
         made = None  # it has no such form, or has it already
-    kind: Kind = "quantize" if quantized else "convert" if made else "keep"
-    written: RowFormat = scheme if quantized else made or matrix.form
+    kind: Kind = "convert" if made else "keep"
+    if routed and (of_routed.kind == "quantize" or of_routed.form != matrix.form):
+        kind, made = of_routed  # but an expert that has the format already is not converted to it
+    written = made or matrix.form
     if kind == "keep" and not isinstance(written, QuantizedFormat | Plain):
         raise CheckpointError(
             where,
@@ -299,6 +317,19 @@ def require_group(scheme: ExpertFormat, sizes: Mapping[str, int], where: str) ->
                 f"give experts.group_size: {max(fitting)}"
                 if fitting
                 else "give another model: no group size divides both",
+            )
+
+
+def _require_edges(convert: str, sizes: Mapping[str, int], where: str) -> None:
+    """Raise a RecipeError unless blocks or groups of a target divide all sizes of the experts' matrices."""
+    edge = max(TARGETS[convert].edges)
+    others = [n for n, t in TARGETS.items() if not any(size % max(t.edges) for size in sizes.values())]
+    for name, size in sizes.items():
+        if size % edge:
+            raise RecipeError(
+                f"{where}: experts.convert: {convert}",
+                f"{name} {size} is not a multiple of {edge}, and servers take no such blocks",
+                f"give experts.convert: {' or '.join(others)}",
             )
 
 

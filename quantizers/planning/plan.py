@@ -6,7 +6,8 @@
     drop        a scale, or another small part, of a matrix that is quantized or converted, not written
     fold        the norm that AWQ divides by its scales
     compensate  the router that reads this norm, multiplied by the scales
-    convert     a linear module that is no routed expert's, dequantized or made FP8 as the recipe's `attention` says
+    convert     a linear module that is no routed expert's, dequantized or made FP8 as the recipe's `attention` says;
+                or an expert's, in the format that `experts.convert` says
     carry       the source's bytes under the source's name, of a tensor that the facts call unread: never opened
                 (but an FP8 scale among them is renamed)
 
@@ -30,6 +31,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import Matrix
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec
 from quantizers.formats.format import ExpertFormat, QuantizedFormat, RowFormat, StoredMatrix
+from quantizers.formats.lossless import TARGETS
 from quantizers.recipe.schema import Attention, Experts
 
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "convert", "carry"]
@@ -77,6 +79,11 @@ class Action:
         return self.is_weight and self.expert is None and len(self.shape) == 2
 
     @property
+    def is_made(self) -> bool:
+        """Whether it is an expert's matrix that is quantized or converted."""
+        return self.kind == "quantize" or (self.kind == "convert" and self.expert is not None)
+
+    @property
     def quantized(self) -> QuantizedFormat | None:
         """The format of its codes in the output; None for plain numbers, and what belongs to no module."""
         return self.written if isinstance(self.written, QuantizedFormat) else None
@@ -89,7 +96,7 @@ class Plan:
     actions: tuple[Action, ...]
     layers: int  # number of decoder layers, without those that predict further tokens
     experts: Experts  # the recipe's settings; use `schemes` instead of its bits and group size
-    schemes: tuple[ExpertFormat, ...]  # of each layer's experts
+    schemes: tuple[ExpertFormat, ...]  # of each layer's experts; none if they are converted
     attention: Attention = "keep"  # what becomes of the other linear modules
     mtp: tuple[int, ...] = ()  # the numbers of the layers that predict further tokens, as far as the source has them
     cached: Mapping[int, str] = field(default_factory=dict)  # attention modules that get scales for an FP8 cache
@@ -104,10 +111,13 @@ class Plan:
         """Parts that are never run: all but the decoder layers."""
         return self.parts[self.layers :]
 
-    @property
-    def quantized_layers(self) -> list[int]:
-        """The layers whose experts are quantized."""
-        return sorted({a.layer for a in self.actions if a.kind == "quantize" and a.layer is not None})
+    @cached_property
+    def expert_forms(self) -> Mapping[int, RowFormat]:
+        """The formats of the layers whose experts are quantized or converted."""
+        layers = sorted({a.layer for a in self.actions if a.is_made and a.layer is not None})
+        if self.experts.convert is not None:
+            return dict.fromkeys(layers, TARGETS[self.experts.convert].form)
+        return {layer: self.schemes[layer] for layer in layers}
 
     def settings(self, layer: int) -> Experts:
         """The recipe's settings with this layer's bits and group size."""
@@ -167,7 +177,7 @@ class Plan:
     @cached_property
     def source_experts(self) -> list[RowFormat]:
         """The formats in which the source has the routed experts, each once."""
-        return list(dict.fromkeys(a.stored.form for a in self.actions if a.kind == "quantize" and a.stored))
+        return list(dict.fromkeys(a.stored.form for a in self.actions if a.is_made and a.stored))
 
     def unread(self, layer: int | None) -> set[str]:
         """The names of the tensors in one output shard that are never opened."""
@@ -281,6 +291,7 @@ def summary(plan: Plan, facts: Architecture) -> dict[str, object]:
     shards = {file: file_size(tensors) for file, tensors in plan.shards().items()}
     source = {layer: sum(action.spec.bytes for action in plan.of_layer(layer)) for layer in plan.parts}
     index = len(index_json(plan).encode())
+    experts = [action for action in plan.actions if action.is_made]
     only_if_given: dict[str, object] = {} if plan.attention == "keep" else {"attention": plan.attention}
     if plan.cached:
         only_if_given["kv_cache"] = sorted(plan.cached)
@@ -290,12 +301,12 @@ def summary(plan: Plan, facts: Architecture) -> dict[str, object]:
         "layers": facts.num_layers,
         "dense_layers": sorted(facts.dense),
         "experts_per_layer": facts.num_experts,
-        "quantized_matrices": table["quantize"]["tensors"],
+        "quantized_matrices": len(experts),
         "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in PASSTHROUGH),
         "actions": table,
         "kinds": by_kind,
         "source_bytes": sum(source.values()),
-        "expert_bytes": table["quantize"]["bytes_after"],
+        "expert_bytes": sum(spec.bytes for action in experts for spec in action.outputs.values()),
         "output_bytes": sum(shards.values()) + index,
         "index_bytes": index,
         "shards": shards,

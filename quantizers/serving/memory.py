@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture, Parts
 from quantizers.architectures.fused import FUSED
-from quantizers.formats.format import INTEGERS, NAME, ExpertFormat
+from quantizers.formats.format import INTEGERS, NAME, ExpertFormat, RowFormat
 from quantizers.formats.fp8 import Fp8Blocks
 from quantizers.formats.packed_integers import Integers
 from quantizers.planning.allocation import candidates
@@ -130,9 +130,9 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any]) -> Mo
         facts=facts,
         layers=tuple(layers),
         outside=outside,
-        bits=frozenset(plan.schemes[layer].bits for layer in plan.quantized_layers),
-        groups=frozenset(plan.schemes[layer].group_size for layer in plan.quantized_layers),
-        padded=frozenset(layer for layer in plan.quantized_layers if is_padded(plan.schemes[layer])),
+        bits=frozenset(form.bits for form in plan.expert_forms.values() if isinstance(form, ExpertFormat)),
+        groups=frozenset(map(_group_of, plan.expert_forms.values())),
+        padded=frozenset(layer for layer, form in plan.expert_forms.items() if is_padded(form)),
         blocks=blocks,
         longest=facts.positions or 0,
         fp8_cache=bool(plan.cached),
@@ -140,9 +140,14 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any]) -> Mo
     )
 
 
-def is_padded(scheme: ExpertFormat) -> bool:
-    """Whether vLLM's Humming has experts with this scheme, which fills their shapes up."""
-    return only_humming_takes(declared_scheme(scheme.config_group()))
+def is_padded(form: RowFormat) -> bool:
+    """Whether vLLM's Humming has experts in this format, which fills their shapes up."""
+    return isinstance(form, ExpertFormat) and only_humming_takes(declared_scheme(form.config_group()))
+
+
+def _group_of(form: RowFormat) -> int:
+    """Columns of an expert's matrix that must not be split between GPUs."""
+    return form.group_size if isinstance(form, ExpertFormat) else form.edges[1]
 
 
 def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
@@ -457,7 +462,8 @@ def remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: in
             shorter = fit(model, gpus, longest, kv, tensor_parallel)
             yield Remedy(f"{'' if kv == asked.kv else f'--kv {kv} '}--context {longest}", shorter)
     fitting: list[tuple[ExpertFormat, Model, Fit]] = []
-    for scheme in reversed(candidates(job.facts, 1)):
+    schemes = candidates(job.facts, 1) if job.recipe.experts.convert is None else []
+    for scheme in reversed(schemes):
         smaller = with_scheme(model, scheme)
         if smaller.stored < model.stored and can_split(smaller, gpus):
             estimate = fit(smaller, gpus, asked.context, asked.kv)

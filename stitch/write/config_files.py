@@ -36,6 +36,7 @@ from quantizers.architectures.whole_class import model_class
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
 from quantizers.checkpoint.safetensors_header import FP8, TORCH_DTYPES
 from quantizers.formats.format import QuantizedFormat, arguments
+from quantizers.formats.plain import Plain
 from quantizers.formats.stored_matrices import quantized_matrices
 from quantizers.formats.unsupported import FEW_BITS
 from quantizers.planning.plan import Action, Plan, index_json
@@ -67,7 +68,8 @@ def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Arch
 def output_config(source: dict[str, Any], facts: Architecture, plan: Plan) -> dict[str, Any]:
     """config.json of the output: the source's, with a new quantization_config, and the class that servers look up.
 
-    Of the source's section only the keys survive that servers read for any method. A head that is stored is the head.
+    Of the source's section only the keys survive that servers read for any method, and nothing where all is plain. A
+    head that is stored is the head.
     """
     passthrough = {key: value for key, value in source.items() if key != "quantization_config"}
     if not passthrough.get("architectures"):
@@ -75,7 +77,8 @@ def output_config(source: dict[str, Any], facts: Architecture, plan: Plan) -> di
     passthrough |= untied_keys(source, facts)
     section = source.get("quantization_config")
     own = {key: section[key] for key in facts.section_keys if key in section} if isinstance(section, dict) else {}
-    return passthrough | {"quantization_config": quantization_config(facts, plan) | own}
+    made = quantization_config(facts, plan)
+    return passthrough | ({"quantization_config": made | own} if made["config_groups"] else {})
 
 
 def untied_keys(config: Mapping[str, Any], facts: Architecture) -> dict[str, Any]:
@@ -133,12 +136,14 @@ def quantization_config(facts: Architecture, plan: Plan) -> dict[str, Any]:
     routed = _routed_groups(facts, plan, targets)
     attention = {f"attention_{form.group_name}": _group(patterns, form) for form, patterns in of_forms.items()}
     plain = [] if plan.mtp_form else [f"re:{pattern}" for pattern in mtp_experts]
+    if any(isinstance(form, Plain) for form in plan.expert_forms.values()):
+        plain.append(f"re:{_routed_pattern(facts, plan, targets)}")
     experts_first = any("experts" in pattern for patterns in of_forms.values() for pattern in patterns)
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         # The experts' is accepted by vLLM and transformers, and SGLang demands it.
-        "format": next(iter(routed.values()))["format"] if routed else "pack-quantized",
+        "format": next((group["format"] for group in (*routed.values(), *attention.values())), "pack-quantized"),
         "config_groups": routed | attention if experts_first else attention | routed,
         "ignore": [*targets.ignore, *plain, *([] if plan.linear_forms else targets.unquantized)],
         "kv_cache_scheme": arguments(8, "float", "tensor") if plan.cached else None,
@@ -151,19 +156,25 @@ def quantization_config(facts: Architecture, plan: Plan) -> dict[str, Any]:
 
 def _routed_groups(facts: Architecture, plan: Plan, targets: Targets) -> dict[str, Any]:
     """One config group per format of the routed experts, by name; its regex lists its layers if there are several."""
-    layers, groups = plan.quantized_layers, {}
-    schemes = list(dict.fromkeys(plan.schemes[layer] for layer in layers))
+    forms, groups = plan.expert_forms, {}
+    schemes = [form for form in dict.fromkeys(forms.values()) if isinstance(form, QuantizedFormat)]
     for scheme in schemes:
-        name, within = "routed_experts", ""
+        name, pattern = "routed_experts", _routed_pattern(facts, plan, targets)
         if len(schemes) > 1:
             name = f"routed_experts_{scheme.group_name}"
-            numbers = _one_of(layer for layer in layers if plan.schemes[layer] == scheme)
-            within = rf"\.{_list_of_layers(facts)}\.{numbers}\..*"
-        elif plan.mtp:
-            within = rf"\.{_list_of_layers(facts)}\.(?!{_one_of(plan.mtp)}\.)\d+\..*"
-        pattern = f"{_beside_carried(plan, facts)}.*{within}{targets.experts}"
+            pattern = _routed_pattern(facts, plan, targets, [n for n, form in forms.items() if form == scheme])
         groups[name] = _group([pattern], scheme)
     return groups
+
+
+def _routed_pattern(facts: Architecture, plan: Plan, targets: Targets, layers: Collection[int] = ()) -> str:
+    """Regular expression of the routed experts in some layers, by default in all but those of MTP."""
+    within = ""
+    if layers:
+        within = rf"\.{_list_of_layers(facts)}\.{_one_of(layers)}\..*"
+    elif plan.mtp:
+        within = rf"\.{_list_of_layers(facts)}\.(?!{_one_of(plan.mtp)}\.)\d+\..*"
+    return f"{_beside_carried(plan, facts)}.*{within}{targets.experts}"
 
 
 def _group(patterns: Iterable[str], form: QuantizedFormat) -> dict[str, Any]:
@@ -190,7 +201,7 @@ def targets_of(plan: Plan, facts: Architecture) -> tuple[Targets, dict[Quantized
         return targets, {form: list(fp8) for form in plan.linear_forms}
     schemes = _schemes(plan, facts)
     schemes |= _fused(schemes)
-    for layer in plan.quantized_layers:  # the first expert stands for all
+    for layer in plan.expert_forms:  # the first expert stands for all
         prefix = facts.layer(layer, facts.expert_prefix.format(expert=0))
         schemes |= {prefix + name: "experts" for name in _spellings(facts)}
     made = _expressions(schemes, plan, facts)
