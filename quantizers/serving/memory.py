@@ -124,7 +124,7 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: 
             layer[holder] += sum(spec.bytes for spec in action.outputs.values())
             if holder == module and action.in_fp8 and isinstance(fp8, Fp8Blocks):
                 blocks[module] = fp8.edges
-    outside = sum(spec.bytes for spec in plan.shard(None).values())
+    outside = sum(spec.bytes for part in (*plan.tables, None) for spec in plan.shard(part).values())
     held = outside + sum(size for layer in layers for size in layer.values())
     return Model(
         facts=facts,
@@ -369,8 +369,8 @@ def common_fits(model: Model) -> list[Fit]:
 
 def weights_alone(plan: Plan, gpus: Sequence[Gpus]) -> list[dict[str, str | int]]:
     """Bytes that vLLM may use on each set of GPUs, of the weights, and of the rest, where facts are lacking."""
-    layers = (*range(plan.layers), None)  # without those for speculative decoding; None is all else
-    weights = sum(spec.bytes for layer in layers for spec in plan.shard(layer).values())
+    held = [part for part in plan.parts if part not in plan.mtp]  # without those for speculative decoding
+    weights = sum(spec.bytes for part in held for spec in plan.shard(part).values())
     rows: list[dict[str, str | int]] = []
     for cards in gpus:
         usable = cards.count * int(cards.bytes * cards.utilisation)
