@@ -7,6 +7,7 @@ it comes from data about the family: then shapes and places are those of the ten
 from __future__ import annotations
 
 import json
+import math
 import re
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
@@ -137,6 +138,9 @@ def _described(
     handed: HandedFacts | None = None,
 ) -> dict[str, Any]:
     """Assemble the fields of `Architecture` from a model's config.json, class, stored tensors and roles."""
+    tables = _tables(skeleton, stored)
+    scales = {f"{stored.prefix}{number}.{table['scale']}" for number, table in tables.values() if table["scale"]}
+    stored = replace(stored, carried=[name for name in stored.carried if name not in scales])
     first = next(kind.layers[0] for kind in kinds if kind.roles)  # of the layers with experts
     experts = dict(skeleton.layers[first].get_submodule(roles.experts).named_parameters())
     shapes = experts["down_proj"].shape
@@ -148,9 +152,11 @@ def _described(
         "model_class": skeleton.name,
         "sizes": sizes,
         **_outside(skeleton, stored),
-        "unread": _patterns(stored),
+        "unread": _patterns(stored, scales),
         "layer_prefix": stored.prefix + "{layer}.",
-        "kinds": _kinds(skeleton, stored, kinds, roles, keeps_more=handed is not None or bool(call.tokens)),
+        "kinds": _kinds(
+            skeleton, stored, kinds, roles, scales=scales, keeps_more=handed is not None or bool(call.tokens)
+        ),
         "handed": handed and handed.model_dump(),
         "tokens": bool(call.tokens),
         "streams": call.states[0, 0].numel() // sizes["hidden"]["value"],
@@ -163,7 +169,8 @@ def _described(
         },
         "modules": {
             "rename": stored.renamed(),
-            "converted": stored.converted,
+            "converted": {name: parts for name, parts in stored.converted.items() if name not in tables},
+            "tables": {name.removesuffix(".weight"): table for name, (_, table) in tables.items()},
             "idle": list(roles.idle),
             "transposed": roles.transposed,
             "interleaved": roles.interleaved,
@@ -476,10 +483,37 @@ def _tensor(shape: Sequence[int], header: Header, place: Place, stored: StoredTe
     return {"shape": list(shape if place.part is None else header.shape), "dtype": dtype}
 
 
-def _patterns(stored: StoredTensors) -> list[str]:
+def _tables(skeleton: Skeleton, stored: StoredTensors) -> dict[str, tuple[int, dict[str, Any]]]:
+    """The tables of which layers look rows up, by their parameters within a layer: a layer and the facts.
+
+    They are those of `torch.nn.Embedding`. In which order the rows of several tensors follow is asked of transformers'
+    conversion; where that does more than join them, the parameter is no table.
+    """
+    result: dict[str, tuple[int, dict[str, Any]]] = {}
+    for number, layer in enumerate(skeleton.layers):
+        modules = (path for path, module in layer.named_modules() if type(module) is torch.nn.Embedding)
+        for parameter in (f"{path}.weight" for path in modules):
+            start = f"{stored.prefix}{number}."
+            names = [n for n, place in stored.layers[number].items() if place.parameter == parameter]
+            names = stored.converted.get(parameter, names)
+            if len(names) > 1:
+                marks = {f"{start}{name}": torch.full((1, 1), float(mark)) for mark, name in enumerate(names)}
+                (made,) = skeleton.convert(marks).values()
+                order = made.flatten().tolist()
+                names = [names[int(mark)] for mark in order] if sorted(order) == [*range(len(names))] else []
+            if names:
+                scale = f"{parameter}_scale"
+                numbers = (
+                    math.prod(stored.headers[f"{start}{scale}"].shape) if f"{start}{scale}" in stored.headers else 0
+                )
+                result[parameter] = number, {"tensors": names, "scale": scale if numbers == 1 else None}
+    return result
+
+
+def _patterns(stored: StoredTensors, scales: Collection[str]) -> list[str]:
     """Regular expressions for the names of the carried tensors, as few as there can be, none of another tensor."""
     known = {f"{stored.prefix}{number}.{name}" for number, names in enumerate(stored.layers) for name in names}
-    words = [name.split(".") for name in (*known, *stored.outside)]
+    words = [name.split(".") for name in (*known, *scales, *stored.outside)]
     begun = {tuple(parts[:end]) for parts in words for end in range(1, len(parts))}
     patterns: dict[str, list[str]] = {}
     for name in stored.carried:
@@ -512,17 +546,28 @@ def _norm(stored: StoredTensors, roles: Roles) -> dict[str, Any] | None:
 
 
 def _kinds(
-    skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[Kind], roles: Roles, *, keeps_more: bool
+    skeleton: Skeleton,
+    stored: StoredTensors,
+    kinds: Sequence[Kind],
+    roles: Roles,
+    *,
+    scales: Collection[str],
+    keeps_more: bool,
 ) -> list[dict[str, Any]]:
     """The facts about each kind of layer; layers of one structure whose tensors differ are of different kinds.
 
     Args:
+        scales: the names of those of tables.
         keeps_more: whether more than a token's state is kept of it between layers; then none runs in halves.
     """
     result: dict[str, dict[str, Any]] = {}
     for numbers, of_experts, batch, attention in kinds:
         for number in numbers:
             own = _layer_tensors(skeleton, stored, number, roles)
+            start = f"{stored.prefix}{number}."
+            for scale in (name for name in scales if name.startswith(start)):
+                header = stored.headers[scale]
+                own["tensors"][scale.removeprefix(start)] = {"shape": list(header.shape), "dtype": header.dtype}
             facts = own | {
                 "dense": of_experts is None,
                 "halves": of_experts is not None and of_experts.probes["halves"] < EXACT and not keeps_more,

@@ -63,7 +63,8 @@ def _modules(facts: Architecture, mtp: Iterable[int]) -> Iterator[_Module]:
     for layer in (*range(facts.num_layers), *mtp):
         here = facts.of_layer(layer)
         for name, tensor in here.tensors.items():
-            yield _Module(facts.layer(layer, name), tensor.shape, layer, tensor)
+            full = facts.layer(layer, name)
+            yield _Module(full, tensor.shape, facts.table_parts.get(full, layer), tensor)
         for name, shape in here.linears.items():
             yield _Module(facts.layer(layer, name), shape, layer)
         for expert in range(0 if here.dense else facts.num_experts):
@@ -133,6 +134,8 @@ def make_plan(
     mtp = [layer for layer in facts.mtp_layers if any(name.startswith(facts.layer(layer, "")) for name in tensors)]
     remaining, folding = dict(tensors), set(facts.moe_layers if folded else ())
     actions: list[Action] = []
+    tables = ((n, table) for n in range(facts.num_layers) for table in facts.tables(n).values() if table.scale)
+    scaled = {facts.layer(number, name) for number, table in tables for name in table.tensors}
     for module in _modules(facts, mtp):
         if module.facts is None:
             actions += _linear_actions(remaining, module, routed, (form, matrices), mtp, attention, where)
@@ -144,7 +147,9 @@ def make_plan(
             )
         elif module.name in remaining or not module.facts.optional:
             integers = module.facts.dtype not in FLOATING
-            dtypes = (module.facts.dtype,) if integers else FLOATING
+            dtypes: tuple[str, ...] = (module.facts.dtype,) if integers else FLOATING
+            if module.name in scaled:
+                dtypes = (*FLOATING, FP8)
             spec = take(remaining, module.name, module.shape, dtypes, where)
             actions.append(_tensor_action(module, spec, facts, fold=module.layer in folding))
     actions += _unread_actions(remaining, actions, facts, (form, matrices), where)
@@ -156,7 +161,7 @@ def make_plan(
             f"{next(iter(remaining))}{more} is not among the facts of {facts.model_type}; {reason}, so it is refused",
             "give the published checkpoint",
         )
-    last = facts.num_layers + len(facts.mtp_layers)
+    last = facts.num_layers + len(facts.mtp_layers) + len(facts.table_parts)
     actions.sort(key=lambda action: last if action.layer is None else action.layer)
     _require_converted(attention, actions, where)
     schemes: tuple[ExpertFormat, ...] = ()
@@ -181,7 +186,7 @@ def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bo
             kind = "fold"
         elif facts.router_follows and module.name == facts.layer(module.layer, facts.router.tensor):
             kind, output = "compensate", Spec(facts.router.served, spec.shape)
-    return Action(module.name, spec, kind, {module.name: output}, module.layer)
+    return Action(module.name, spec, kind, {module.name: output}, module.layer, table=module.name in facts.table_parts)
 
 
 def _linear_actions(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
-from quantizers.checkpoint.loaded_tensors import layer_names
+from quantizers.checkpoint.loaded_tensors import layer_names, with_tables
 from quantizers.checkpoint.reader import (
     CONFIG,
     INDEX,
@@ -186,9 +186,13 @@ def parts_of_run(
     """
     passing = job.plan.passthrough_parts if passing is None else passing
     outside = (None, *(part for part in passing if part is not None))
+
+    def of_layer(number: int) -> list[list[str]]:
+        return with_tables(job.opened, job.facts, {number: layer_names(job.opened, job.facts, number)})
+
     return [
         *([action.source for action in job.plan.of_layer(part)] for part in outside),
-        *(layer_names(job.opened, job.facts, number) for number in (*again, *range(done, job.facts.num_layers))),
+        *(part for number in (*again, *range(done, job.facts.num_layers)) for part in of_layer(number)),
     ]
 
 

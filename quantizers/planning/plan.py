@@ -11,6 +11,8 @@
     carry       the source's bytes under the source's name, of a tensor that the facts call unread: never opened
                 (but an FP8 scale among them is renamed)
 
+Tables of which a layer looks rows up have a shard of their own, behind those of the layers: no memory holds them.
+
 Layers that predict further tokens (MTP) follow the others. They are not computed, and every tensor in them passes
 through, experts too, unless it is converted. Each has a shard of its own, as every decoder layer has. A norm is folded
 only if the router and the experts are its only readers and the recipe wants it; else norm and router pass through.
@@ -57,6 +59,7 @@ class Action:
     module: str | None = None  # the linear module that the tensor is a part of
     stored: StoredMatrix | None = None  # of the tensor with a module's numbers or codes: its matrix in the source
     written: RowFormat | None = None  # and the format in which the output has it
+    table: bool = False  # whether it is of a table whose rows are looked up in the files
 
     @property
     def is_scale(self) -> bool:
@@ -76,7 +79,7 @@ class Action:
     @property
     def is_other_matrix(self) -> bool:
         """Whether it is a weight (rows, columns) of anything but a routed expert."""
-        return self.is_weight and self.expert is None and len(self.shape) == 2
+        return self.is_weight and self.expert is None and len(self.shape) == 2 and not self.table
 
     @property
     def is_made(self) -> bool:
@@ -103,8 +106,13 @@ class Plan:
 
     @property
     def parts(self) -> tuple[int | None, ...]:
-        """Every layer, and None for the non-layer tensors, in order: each has a shard of its own."""
-        return (*range(self.layers), *self.mtp, None)
+        """Every layer, its tables, and None for the non-layer tensors, in order: each has a shard of its own."""
+        return (*range(self.layers), *self.mtp, *self.tables, None)
+
+    @cached_property
+    def tables(self) -> tuple[int, ...]:
+        """The parts that are a layer's tables, see `Architecture.table_parts`."""
+        return tuple(sorted({action.layer for action in self.actions if action.table and action.layer is not None}))
 
     @property
     def passthrough_parts(self) -> tuple[int | None, ...]:
@@ -128,7 +136,7 @@ class Plan:
         """The plan with other schemes, one for each layer; their groups must divide the matrices."""
         assert len(schemes) == self.layers
         actions = (
-            action if action.layer is None or action.layer in self.mtp else stored_as(action, schemes[action.layer])
+            action if action.layer is None or action.layer >= self.layers else stored_as(action, schemes[action.layer])
             for action in self.actions
         )
         return replace(self, actions=tuple(actions), schemes=tuple(schemes))
@@ -220,19 +228,27 @@ def stored_as(action: Action, scheme: ExpertFormat) -> Action:
 
 
 def file_size(tensors: Mapping[str, Spec]) -> int:
-    """Bytes of a safetensors file as the library writes it: after a header of compact JSON, padded to 8 bytes, the
-    tensors by dtype, last of DTYPE_BYTES first, then by name.
-    """
+    """Bytes of a safetensors file as the library writes it."""
+    return len(file_header(tensors)) + sum(spec.bytes for spec in tensors.values())
+
+
+def in_file(tensors: Mapping[str, Spec]) -> list[str]:
+    """The names of a file's tensors in safetensors' order: by dtype, last of DTYPE_BYTES first, then by name."""
     ranks = {dtype: -rank for rank, dtype in enumerate(DTYPE_BYTES)}
-    order = sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name))
+    return sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name))
+
+
+def file_header(tensors: Mapping[str, Spec]) -> bytes:
+    """The beginning of a safetensors file as the library writes it: compact JSON, padded to 8 bytes, and its length."""
     header: dict[str, object] = {"__metadata__": METADATA}
     offset = 0
-    for name in order:
+    for name in in_file(tensors):
         spec = tensors[name]
         header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (offset, offset + spec.bytes)}
         offset += spec.bytes
-    length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
-    return 8 + math.ceil(length / 8) * 8 + offset
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    padded = text.ljust(math.ceil(len(text) / 8) * 8)
+    return len(padded).to_bytes(8, "little") + padded
 
 
 def index_json(plan: Plan) -> str:
@@ -252,7 +268,7 @@ def kinds(plan: Plan) -> list[dict[str, object]]:
     """Every kind of tensor, with `*` for layer and expert, its action, count, and bytes before and after, in order."""
     of_kind: dict[tuple[str, str], list[Action]] = {}
     for action in plan.actions:
-        name = _NUMBER.sub("*", action.source)
+        name = re.sub(r"\d+", "*", action.source) if action.table else _NUMBER.sub("*", action.source)
         if action.layer in plan.mtp:  # which has other actions
             name = name.replace(".*.", f".{action.layer}.", 1)
         of_kind.setdefault((name, action.kind), []).append(action)

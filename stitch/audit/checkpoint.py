@@ -155,15 +155,17 @@ def verify(
             audit.add(of_layer)
         return _ordered(audit, folder)
     sources: Iterable[Checkpoint] = repeat(source, len(plan.parts))
-    if source.remote is not None:  # each part in memory
-        sources = prefetched_tensors(source, [[a.source for a in plan.of_layer(part)] for part in plan.parts])
+    if source.remote is not None:  # each part in memory, but for tables
+        names = {part: [action.source for action in plan.of_layer(part)] for part in plan.parts}
+        loaded = prefetched_tensors(source, [[] if part in plan.tables else names[part] for part in plan.parts])
+        sources = (source if part in plan.tables else stored for part, stored in zip(plan.parts, loaded, strict=True))
     for layer, layer_source in zip(plan.parts, sources, strict=True):
         of_layer = audit_kept(plan, layer, layer_source, candidate, device)
         for name in plan.kv_scales(layer):
             values = candidate.tensor(name).float().flatten().tolist() if name in candidate.tensors else []
             if not all(0 < value < math.inf for value in values):
                 of_layer.differences.append(f"{name}: is {values}, and a positive number is needed")
-        if layer is not None and layer not in plan.mtp:
+        if layer is not None and layer < plan.layers:
             if convert is None:
                 bits = schemes[layer].bits
                 audit_layer(layer, facts, layer_source, renamed, bits=bits, device=device, audit=of_layer)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture, Targets
-from quantizers.architectures.contradictions import TIED, dtypes_of, untied
+from quantizers.architectures.contradictions import TEXT, TIED, dtypes_of, untied
 from quantizers.architectures.fused import FUSED_IN_SOME, NO_MATRIX
 from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.architectures.whole_class import model_class
@@ -45,6 +45,9 @@ from quantizers.system.files import copy_file, write_text
 Group = QuantizedFormat | Literal["plain", "experts"]  # what covers a module: a config group, or `ignore`
 PLAIN: Literal["plain"] = "plain"
 ANYWHERE = r"(.*\.)?"
+# Keys from which vLLM 0.32 knows that a table is FP8 with one scale (models/qwen4_exp/common/ngram_embedding.py): where
+# quant_method is compressed-tensors it takes it for one in 16 bits otherwise.
+TABLE_DTYPES = {"qwen4_exp": "ple_embedding_dtype", "qwen4_exp_text": "ple_embedding_dtype"}
 
 
 def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Architecture) -> None:
@@ -75,6 +78,10 @@ def output_config(source: dict[str, Any], facts: Architecture, plan: Plan) -> di
     if not passthrough.get("architectures"):
         passthrough["architectures"] = [facts.model_class]
     passthrough |= untied_keys(source, facts)
+    if any(action.table and action.spec.dtype == FP8 for action in plan.actions) and facts.model_type in TABLE_DTYPES:
+        place = TEXT if isinstance(passthrough.get(TEXT), dict) else None
+        key = {TABLE_DTYPES[facts.model_type]: "float8_e4m3fn"}
+        passthrough |= {place: passthrough[place] | key} if place else key
     section = source.get("quantization_config")
     own = {key: section[key] for key in facts.section_keys if key in section} if isinstance(section, dict) else {}
     made = quantization_config(facts, plan)
