@@ -66,6 +66,8 @@ def finished_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from compressed_tensors.utils.match import match_name
 
     config, tensors = stored(folder)
+    if "quantization_config" not in config:
+        return config, tensors
     section = QuantizationConfig.model_validate(config["quantization_config"])
     weights, used = {}, set()
     for module in sorted({name.rpartition(".")[0] for name in tensors if name.endswith(".weight_scale")}):

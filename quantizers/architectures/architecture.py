@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -133,10 +134,23 @@ class RouterFacts(Facts):
     scoring: Literal["sigmoid", "softmax"]
 
 
+class TableFacts(Facts):
+    """A table of which a layer looks rows up, such as one of n-grams: no device holds it, see model/table_rows.py.
+
+    Attributes:
+        tensors: the published names of the tensors whose rows follow each other in it, without the layer's prefix.
+        scale: the name of the one number that all of an FP8 table is multiplied by.
+    """
+
+    tensors: list[str]
+    scale: str | None = None
+
+
 class Modules(Facts):
     """The decoder layer in transformers.
 
     Attributes:
+        tables: by the paths of submodules that look up rows.
         converted: transformers' names of parameters that it makes of other tensors, joined, split or transposed, with
             the published names of these.
         idle: transformers' names of parameters of other experts, through which no text goes. They need no weights.
@@ -149,6 +163,7 @@ class Modules(Facts):
     rename: dict[str, str] = {}  # from published names to transformers' names of modules
     aliases: dict[str, str] = {}  # other programs' names of tensors, with the published ones
     converted: dict[str, list[str]] = {}
+    tables: dict[str, TableFacts] = {}
     idle: list[str] = []
     transposed: bool = False
     interleaved: bool = False
@@ -495,6 +510,24 @@ class Architecture(Known):
         """Return the facts about a decoder or MTP layer, except for its routed experts."""
         kinds = [*self.kinds, self.mtp] if self.mtp else self.kinds
         return next(kind for kind in kinds if number in kind.layers)
+
+    def tables(self, number: int) -> dict[str, TableFacts]:
+        """The tables of a layer, by the paths of the submodules that look up their rows."""
+        here = self.of_layer(number).tensors
+        return {path: table for path, table in self.modules.tables.items() if table.tensors[0] in here}
+
+    def in_tables(self, number: int) -> list[str]:
+        """The full names of the tensors of a layer's tables, with their scales."""
+        tables = self.tables(number).values()
+        names = (name for table in tables for name in (*table.tensors, table.scale) if name is not None)
+        return [self.layer(number, name) for name in names]
+
+    @cached_property
+    def table_parts(self) -> dict[str, int]:
+        """The number of the part of a checkpoint that each tensor of a table is in: behind those of all layers."""
+        named = {number: self.in_tables(number) for kind in self.kinds for number in kind.layers}
+        first, layers = self.num_layers + len(self.mtp_layers), sorted(number for number in named if named[number])
+        return {name: first + index for index, number in enumerate(layers) for name in named[number]}
 
     def every_linear(self) -> dict[str, Shape]:
         """The linear modules of all kinds of layers besides the routed experts, with their shapes."""

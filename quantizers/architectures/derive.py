@@ -7,6 +7,7 @@ it comes from data about the family: then shapes and places are those of the ten
 from __future__ import annotations
 
 import json
+import math
 import re
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
@@ -35,13 +36,10 @@ from .roles import (
 )
 from .skeleton import (
     FAILURES,
-    NOT_BY_LAYER,
     NOT_QUANTIZED,
     Place,
     Skeleton,
     can_be_made,
-    differing_arguments,
-    model_class,
 )
 from .stored_tensors import (
     Header,
@@ -52,6 +50,7 @@ from .stored_tensors import (
     sort_out,
     tied_parameters,
 )
+from .whole_class import model_class
 
 INTEGERS = ("I32", "I64")  # numbers of something, such as of a table's rows
 BESIDES = {"float32", "mtp_layer", "roles", "aliases", "config"}  # keys of a family that no architecture has
@@ -126,11 +125,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
 def _probed(skeleton: Skeleton) -> tuple[HandedFacts | None, list[Kind]]:
     """Find what layers hand on, and each kind of them with the roles of its parts."""
     handed = find_handed(skeleton)
-    tokens = torch.arange(TOKENS).unsqueeze(0)
-    for argument in differing_arguments(skeleton.calls_with(tokens), skeleton.calls(TOKENS)):
-        raise ArchitectureError(
-            skeleton.name, f"{argument} depends on the tokens, not on their number alone", NOT_BY_LAYER
-        )
+    skeleton.require_layers_alone(TOKENS)
     return handed, [Kind(numbers, *probe(skeleton, numbers[0], handed)) for numbers in kinds_of_layers(skeleton)]
 
 
@@ -143,6 +138,9 @@ def _described(
     handed: HandedFacts | None = None,
 ) -> dict[str, Any]:
     """Assemble the fields of `Architecture` from a model's config.json, class, stored tensors and roles."""
+    tables = _tables(skeleton, stored)
+    scales = {f"{stored.prefix}{number}.{table['scale']}" for number, table in tables.values() if table["scale"]}
+    stored = replace(stored, carried=[name for name in stored.carried if name not in scales])
     first = next(kind.layers[0] for kind in kinds if kind.roles)  # of the layers with experts
     experts = dict(skeleton.layers[first].get_submodule(roles.experts).named_parameters())
     shapes = experts["down_proj"].shape
@@ -154,9 +152,11 @@ def _described(
         "model_class": skeleton.name,
         "sizes": sizes,
         **_outside(skeleton, stored),
-        "unread": _patterns(stored),
+        "unread": _patterns(stored, scales),
         "layer_prefix": stored.prefix + "{layer}.",
-        "kinds": _kinds(skeleton, stored, kinds, roles, keeps_more=handed is not None or bool(call.tokens)),
+        "kinds": _kinds(
+            skeleton, stored, kinds, roles, scales=scales, keeps_more=handed is not None or bool(call.tokens)
+        ),
         "handed": handed and handed.model_dump(),
         "tokens": bool(call.tokens),
         "streams": call.states[0, 0].numel() // sizes["hidden"]["value"],
@@ -169,7 +169,8 @@ def _described(
         },
         "modules": {
             "rename": stored.renamed(),
-            "converted": stored.converted,
+            "converted": {name: parts for name, parts in stored.converted.items() if name not in tables},
+            "tables": {name.removesuffix(".weight"): table for name, (_, table) in tables.items()},
             "idle": list(roles.idle),
             "transposed": roles.transposed,
             "interleaved": roles.interleaved,
@@ -272,14 +273,14 @@ def _class_headers(skeleton: Skeleton, experts: str, float32: Sequence[str]) -> 
     """The headers of the files that the class itself would write, of one of the experts.
 
     Args:
-        float32: names of tensors that are published so, besides those that the class keeps so.
+        float32: names of tensors that are published so. (What a class keeps so in memory is another thing, and differs
+            between versions of transformers.)
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    precise = (*float32, *(getattr(skeleton.model, "_keep_in_fp32_modules_strict", None) or ()))
     of_one = {name: t[:1] if f".{experts}." in name else t for name, t in skeleton.parameters.items()}
     written = revert_weight_conversion(skeleton.model, of_one)
-    dtypes = {name: "F32" if name.endswith(precise) else "BF16" for name in written}
+    dtypes = {name: "F32" if name.endswith(tuple(float32)) else "BF16" for name in written}
     return {name: Header(dtypes[name], tuple(tensor.shape)) for name, tensor in written.items()}
 
 
@@ -358,7 +359,7 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
         raise ArchitectureError("", "architectures does not name the model's class", "give a published config.json")
     import transformers
 
-    cls = model_class(names[0], "architectures")
+    cls = model_class(names[0], "architectures", config)
     try:
         skeleton = Skeleton(cls, config_of(cls, config))
     except FAILURES as failure:
@@ -378,7 +379,7 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
             f"{names[0]} has an encoder, which this program does not compute",
             "give a model that is a decoder alone",
         )
-    if skeleton.model.get_output_embeddings() is None:
+    if skeleton.head is None:
         raise ArchitectureError(
             "architectures", f"{names[0]} has no head that predicts tokens", "give a model that has one"
         )
@@ -441,11 +442,12 @@ def _sizes(skeleton: Skeleton, roles: Roles, down: Sequence[int], given: Mapping
         "hidden": skeleton.calls(TOKENS)[0].states.shape[-1],
         "width": down[2],
         "vocabulary": skeleton.model.get_input_embeddings().weight.shape[0],
-        "heads": config.num_attention_heads,
+        # Some classes have no such attributes, but one for each layer; others have them under another name.
+        "heads": config.to_dict().get(KEYS["heads"][0]) or config.num_attention_heads,
     }
     sizes |= {"latent": down[1]} if down[1] != sizes["hidden"] else {}
     sizes |= {"identities": roles.identities} if roles.identities else {}
-    kv_heads = config.to_dict().get(KEYS["kv_heads"][0])  # some classes have no such attribute, but one for each layer
+    kv_heads = config.to_dict().get(KEYS["kv_heads"][0])
     sizes |= {"kv_heads": kv_heads} if type(kv_heads) is int else {}
     if (getattr(config, "n_group", None) or 1) > 1:
         sizes |= {"groups": config.n_group, "chosen_groups": config.topk_group}
@@ -462,7 +464,7 @@ def _outside(skeleton: Skeleton, stored: StoredTensors) -> dict[str, Any]:
     """The facts about the tensors outside the layers."""
     names = {place.parameter: name for name, place in stored.outside.items()}
     embedding = names[parameter_of(skeleton, skeleton.model.get_input_embeddings())]
-    head = names.get(parameter_of(skeleton, skeleton.model.get_output_embeddings()), embedding)
+    head = names.get(parameter_of(skeleton, skeleton.head), embedding)
     tensors = {
         name: _tensor(skeleton.parameters[place.parameter].shape, stored.headers[name], place, stored)
         for name, place in stored.outside.items()
@@ -481,10 +483,37 @@ def _tensor(shape: Sequence[int], header: Header, place: Place, stored: StoredTe
     return {"shape": list(shape if place.part is None else header.shape), "dtype": dtype}
 
 
-def _patterns(stored: StoredTensors) -> list[str]:
+def _tables(skeleton: Skeleton, stored: StoredTensors) -> dict[str, tuple[int, dict[str, Any]]]:
+    """The tables of which layers look rows up, by their parameters within a layer: a layer and the facts.
+
+    They are those of `torch.nn.Embedding`. In which order the rows of several tensors follow is asked of transformers'
+    conversion; where that does more than join them, the parameter is no table.
+    """
+    result: dict[str, tuple[int, dict[str, Any]]] = {}
+    for number, layer in enumerate(skeleton.layers):
+        modules = (path for path, module in layer.named_modules() if type(module) is torch.nn.Embedding)
+        for parameter in (f"{path}.weight" for path in modules):
+            start = f"{stored.prefix}{number}."
+            names = [n for n, place in stored.layers[number].items() if place.parameter == parameter]
+            names = stored.converted.get(parameter, names)
+            if len(names) > 1:
+                marks = {f"{start}{name}": torch.full((1, 1), float(mark)) for mark, name in enumerate(names)}
+                (made,) = skeleton.convert(marks).values()
+                order = made.flatten().tolist()
+                names = [names[int(mark)] for mark in order] if sorted(order) == [*range(len(names))] else []
+            if names:
+                scale = f"{parameter}_scale"
+                numbers = (
+                    math.prod(stored.headers[f"{start}{scale}"].shape) if f"{start}{scale}" in stored.headers else 0
+                )
+                result[parameter] = number, {"tensors": names, "scale": scale if numbers == 1 else None}
+    return result
+
+
+def _patterns(stored: StoredTensors, scales: Collection[str]) -> list[str]:
     """Regular expressions for the names of the carried tensors, as few as there can be, none of another tensor."""
     known = {f"{stored.prefix}{number}.{name}" for number, names in enumerate(stored.layers) for name in names}
-    words = [name.split(".") for name in (*known, *stored.outside)]
+    words = [name.split(".") for name in (*known, *scales, *stored.outside)]
     begun = {tuple(parts[:end]) for parts in words for end in range(1, len(parts))}
     patterns: dict[str, list[str]] = {}
     for name in stored.carried:
@@ -517,17 +546,28 @@ def _norm(stored: StoredTensors, roles: Roles) -> dict[str, Any] | None:
 
 
 def _kinds(
-    skeleton: Skeleton, stored: StoredTensors, kinds: Sequence[Kind], roles: Roles, *, keeps_more: bool
+    skeleton: Skeleton,
+    stored: StoredTensors,
+    kinds: Sequence[Kind],
+    roles: Roles,
+    *,
+    scales: Collection[str],
+    keeps_more: bool,
 ) -> list[dict[str, Any]]:
     """The facts about each kind of layer; layers of one structure whose tensors differ are of different kinds.
 
     Args:
+        scales: the names of those of tables.
         keeps_more: whether more than a token's state is kept of it between layers; then none runs in halves.
     """
     result: dict[str, dict[str, Any]] = {}
     for numbers, of_experts, batch, attention in kinds:
         for number in numbers:
             own = _layer_tensors(skeleton, stored, number, roles)
+            start = f"{stored.prefix}{number}."
+            for scale in (name for name in scales if name.startswith(start)):
+                header = stored.headers[scale]
+                own["tensors"][scale.removeprefix(start)] = {"shape": list(header.shape), "dtype": header.dtype}
             facts = own | {
                 "dense": of_experts is None,
                 "halves": of_experts is not None and of_experts.probes["halves"] < EXACT and not keeps_more,

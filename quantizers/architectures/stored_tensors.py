@@ -217,7 +217,7 @@ def _weight_of(name: str, headers: Collection[str]) -> str:
 def needed_outside(skeleton: Skeleton) -> set[str]:
     """The parameters outside the layers that a text goes through: those beside the layers, and the head."""
     siblings = skeleton.path.rpartition(".")[0] + "."
-    head = parameter_of(skeleton, skeleton.model.get_output_embeddings()).removesuffix("weight")
+    head = parameter_of(skeleton, skeleton.head).removesuffix("weight")
     layers = skeleton.path + "."
     return {name for name in skeleton.parameters if name.startswith((siblings, head)) and not name.startswith(layers)}
 

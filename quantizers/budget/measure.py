@@ -44,7 +44,7 @@ import torch
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import Gate, gate_of
 from quantizers.architectures.matrices import as_held, as_stacked, matrices_of, split_first
-from quantizers.checkpoint.loaded_tensors import load_once, outside_names
+from quantizers.checkpoint.loaded_tensors import load_once, outside_names, with_tables
 from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
 from quantizers.eval.fidelity.comparison import by_text
@@ -135,7 +135,7 @@ def measure_schemes(job: Job, tokens: Sequence[torch.Tensor] | None, context: Co
         [Text(tokens[i][:length], "probe", 1) for i, length in probes.items()] if tokens else None
     )
     names, tensors = outside_names(job.opened, job.facts), all_tensors(job, job.opened)
-    with context.streamed(job.opened, [names, *tensors.values()]) as source:
+    with context.streamed(job.opened, [names, *with_tables(job.opened, job.facts, tensors)]) as source:
         outside, dtype = load_once(source, names, dist), forward_dtype(context.device)
         model = StreamedModel(outside, job.facts, context.device, dtype)
         measurement, started = SchemeMeasurement(job, model, context, texts), time.monotonic()

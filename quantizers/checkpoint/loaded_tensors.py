@@ -7,7 +7,7 @@ several processes reads all parts, on a machine mostly from the page cache, and 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -38,15 +38,26 @@ class LoadedTensors(Checkpoint):
         stored: every call of `tensor` returns the same memory, which must not be written to.
         hashes: SHA-256, hexadecimal, from when they were read; empty if they were not read from a file.
         buffer: the bytes uint8 (N,) of which they are views; None if each has memory of its own.
+        origin: the checkpoint whose files they were read from, or that they were made of; None if that is elsewhere.
     """
 
     stored: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     hashes: Mapping[str, str] = field(default_factory=dict, repr=False)
     buffer: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    origin: Checkpoint | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def files(self) -> Checkpoint | None:
+        """The checkpoint that reads from files, see `origin`."""
+        return self.origin
 
     def raw(self, name: str) -> bytearray:
         """A copy of one tensor's bytes."""
         return bytearray(as_bytes(self.stored[name].cpu()))
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """The bytes of one tensor, in one piece."""
+        yield as_bytes(self.stored[name].cpu())
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, not to be changed."""
@@ -104,9 +115,19 @@ def _aligned(size: int) -> int:
 
 
 def layer_names(checkpoint: Checkpoint, facts: Architecture, number: int) -> list[str]:
-    """The names of a layer's tensors in a checkpoint."""
+    """The names of a layer's tensors in a checkpoint, without those of its tables, of which rows are looked up."""
     prefix = facts.layer(number, "")
-    return [name for name in checkpoint.tensors if name.startswith(prefix)]
+    return [name for name in checkpoint.tensors if name.startswith(prefix) and name not in facts.table_parts]
+
+
+def with_tables(checkpoint: Checkpoint, facts: Architecture, layers: Mapping[int, Sequence[str]]) -> list[list[str]]:
+    """What a pass over these names of each layer needs of the files: behind a layer's, those of its tables."""
+    needed: list[list[str]] = []
+    for number, names in layers.items():
+        needed.append([*names])
+        if tables := [name for name in facts.in_tables(number) if name in checkpoint.tensors]:
+            needed.append(tables)
+    return needed
 
 
 def outside_names(checkpoint: Checkpoint, facts: Architecture) -> list[str]:
@@ -147,7 +168,7 @@ def load_tensors(
     hashes = {name: hashed[_range(info)] for name, info in infos.items() if _range(info) in hashed}
     stored = {name: as_tensor(info, room[_range(info)]) for name, info in infos.items()}
     own = (checkpoint.folder, checkpoint.name, checkpoint.config, infos, checkpoint.revision)
-    return LoadedTensors(*own, stored, hashes, buffer[:size])
+    return LoadedTensors(*own, stored, hashes, buffer[:size], checkpoint.files)
 
 
 def load_once(checkpoint: Checkpoint, names: Sequence[str], dist: ProcessGroup) -> LoadedTensors:
@@ -165,7 +186,8 @@ def tensors_in_memory(like: Checkpoint, tensors: Mapping[str, torch.Tensor], fil
         name: TensorInfo(name, spelled[str(tensor.dtype)], tuple(tensor.shape), file, 0, tensor.nbytes)
         for name, tensor in tensors.items()
     }
-    return LoadedTensors(like.folder, like.name, like.config, infos, like.revision, dict(tensors))
+    own = (like.folder, like.name, like.config, infos, like.revision)
+    return LoadedTensors(*own, dict(tensors), origin=like.files)
 
 
 def prefetched_tensors(
@@ -228,10 +250,13 @@ def prefetched_tensors(
 
 
 def broadcast_tensors(loaded: LoadedTensors | None, dist: ProcessGroup) -> LoadedTensors:
-    """Rank 0's part in every process; the others, which call this with None, get it in memory of their own."""
+    """Rank 0's part in every process; the others, which call this with None, get it in memory of their own.
+
+    Of files that only rank 0 has, nothing more can be read.
+    """
     import torch
 
-    received: LoadedTensors = dist.broadcast_object(loaded and replace(loaded, stored={}, buffer=None))
+    received: LoadedTensors = dist.broadcast_object(loaded and replace(loaded, stored={}, buffer=None, origin=None))
     if loaded is None:
         empty = {
             name: torch.empty(info.shape, dtype=torch_dtype(info.dtype)) for name, info in received.tensors.items()
@@ -239,4 +264,4 @@ def broadcast_tensors(loaded: LoadedTensors | None, dist: ProcessGroup) -> Loade
         loaded = replace(received, stored=empty)
     for name in received.tensors:
         dist.broadcast(loaded.stored[name])
-    return loaded
+    return replace(loaded, origin=None)

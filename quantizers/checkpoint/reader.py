@@ -14,7 +14,7 @@ import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -42,6 +42,7 @@ DECLARATION = "hf_quant_config.json"  # of ModelOpt: what servers take for a qua
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 OTHER_FORMS = ("onnx", "original")  # folders with the model's weights in other formats
 LARGEST_SIDE_FILE = 100_000_000  # bytes
+PIECE = 64 * 2**20  # bytes of a tensor that are read at a time where it need not be in memory
 UNREAD = "weights that are not read"
 POINTER = b"version https://git-lfs.github.com/spec/"  # what git-lfs leaves in place of a file
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -84,7 +85,25 @@ class Checkpoint:
 
     def sha256(self, name: str) -> str:
         """SHA-256, hexadecimal, of one tensor's bytes."""
-        return hashlib.sha256(self.raw(name)).hexdigest()
+        digest = hashlib.sha256()
+        for piece in self.pieces(name):
+            digest.update(piece)
+        return digest.hexdigest()
+
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """The bytes of one tensor, at most PIECE at a time in the same memory; raises as `read_into`."""
+        info = self.tensors[name]
+        buffer = memoryview(bytearray(min(info.size, PIECE)))
+        for start in range(info.start, info.end, PIECE):
+            end = min(start + PIECE, info.end)
+            piece = buffer[: end - start]
+            list(self.read_into([(replace(info, start=start, end=end), piece)]))
+            yield piece
+
+    @property
+    def files(self) -> Checkpoint | None:
+        """The checkpoint that reads from files; None if these tensors came from elsewhere."""
+        return self
 
     def require(self, name: str, why: str) -> TensorInfo:
         """The header entry of a tensor that must exist; `why` says in the error what it is."""

@@ -134,9 +134,10 @@ def forward_dtype(device: torch.device) -> torch.dtype:
 
 def device_limit(device: torch.device, processes: int = 1) -> int:
     """Default bound on a device's memory in bytes: 90 % of what is free there now; on a CPU half, divided among the
-    processes, since hidden states and the layers that are read and written are in the same memory.
+    processes, since hidden states and the layers that are read and written are in the same memory. So it is where CPU
+    and GPU share their memory, and there CUDA counts the page cache as taken, which the kernel would give away.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and not torch.cuda.get_device_properties(device).is_integrated:
         return int(0.9 * torch.cuda.mem_get_info(device)[0])
     return int(0.5 * available() / processes)
 

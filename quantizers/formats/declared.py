@@ -56,7 +56,7 @@ class Declared:
 
 
 def declared_forms(config: Mapping[str, Any], where: str) -> Declared:
-    """What the content of config.json declares; `where` is its path, for messages.
+    """The forms that the content of config.json declares; `where` is its path, for messages.
 
     Raises:
         CheckpointError: it declares weights that no source can have, or does not say of which modules.

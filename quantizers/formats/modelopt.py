@@ -98,15 +98,15 @@ class ModeloptNvfp4(RowFormat):
 def algorithm(section: Mapping[str, Any]) -> Any:
     """The quant_algo of a `quantization_config`, or of hf_quant_config.json, in capitals; None if it is not said."""
     inner = section.get("quantization")  # hf_quant_config.json has it, and Hy4's config.json
-    said = (inner if isinstance(inner, Mapping) else section).get("quant_algo")
-    return said.upper() if isinstance(said, str) else said
+    name = (inner if isinstance(inner, Mapping) else section).get("quant_algo")
+    return name.upper() if isinstance(name, str) else name
 
 
 def algorithm_problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is wrong with a quant_algo, if it is said here, and what to do."""
-    if (said := algorithm(section)) is not None and said not in ALGORITHMS:
+    """Problems of a quant_algo, if there is one, and what to do."""
+    if (name := algorithm(section)) is not None and name not in ALGORITHMS:
         yield (
-            f"quant_algo is {reprlib.repr(said)}, and only {', '.join(ALGORITHMS)} can be read of ModelOpt's",
+            f"quant_algo is {reprlib.repr(name)}, and only {', '.join(ALGORITHMS)} can be read of ModelOpt's",
             "evaluate it with the program that made it",
         )
 

@@ -94,7 +94,10 @@ def _quark_problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 FEW_BITS = 4
 ALREADY = "this model already has 4-bit weights, so there is nothing to quantize"
 RELEASE = "give the model's FP8 or BF16 release"
-ACCEPT = f"{RELEASE}; or source.accept_quantized: true, to have its experts in fewer bits"
+ACCEPT = (
+    f"{RELEASE}; or, to have its experts in fewer bits, source.accept_quantized: true in the recipe (quantize new "
+    "--accept-quantized)"
+)
 BITS = ("bits", "w_bit", "num_bits")
 SWITCHES = ("load_in_4bit", "_load_in_4bit")
 # Keys with a format's name; of dtypes, not those of the KV cache or of activations.

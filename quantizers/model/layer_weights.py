@@ -134,7 +134,8 @@ def layer_weights(
         Norms, attention, router, `….gate_up_proj` (E, 2I, H) and `….down_proj` (E, H, I), or `….up_proj` (E, I, H)
         instead of the first where there is no gate, as the class holds them, in `dtype`, except what the
         family publishes in float32 (a router and its bias) or as integers, which stays so. A dense layer has its MLP
-        instead. What transformers converts has its published name, and is as it is stored.
+        instead. What transformers converts has its published name, and is as it is stored. Tables of which rows are
+        looked up are not among them.
 
     Raises:
         CheckpointError: as `read_weight`.
@@ -144,6 +145,8 @@ def layer_weights(
     here = facts.of_layer(layer)
     for name, tensor in here.tensors.items():
         full = facts.layer(layer, name)
+        if full in facts.table_parts:
+            continue
         if tensor.optional and full not in checkpoint.tensors:
             continue
         stored = checkpoint.tensor(checkpoint.require(full, "a tensor of the layer").name).to(device)

@@ -1,7 +1,8 @@
 """A model of which only one decoder layer is in memory at a time, made of transformers' own modules.
 
 A layer is a copy of one of transformers' whole model on the meta device. It gets its weights, runs with the arguments
-that the model's own forward passes to it, and its weights are freed.
+that the model's own forward passes to it, and its weights are freed. Only tables of which it looks rows up stay in the
+files (table_rows.py).
 
 Most layers are `residual + block(norm(residual))` from a residual stream that attention leaves, and run in two halves.
 The first, `attend`, is the layer without its MoE block, a batch of sequences at a time. The second, `finish`, is norm,
@@ -25,12 +26,14 @@ from quantizers.architectures.expert_probes import LARGE
 from quantizers.architectures.experts_call import arguments_of, of_chosen_rows, replaced_experts, weighs_inputs
 from quantizers.architectures.gates import gate_of
 from quantizers.architectures.roles import EXACT
-from quantizers.architectures.skeleton import Skeleton, first, model_class, replaced_forward
+from quantizers.architectures.skeleton import Skeleton, first, replaced_forward
+from quantizers.architectures.whole_class import model_class
 from quantizers.formats.dequantization import read_weight
 from quantizers.system.errors import ArchitectureError, CheckpointError
 
 from .layer_weights import layer_weights
 from .moe_inputs import MoeInputs, capture_moe_inputs
+from .table_rows import TableRows
 
 if TYPE_CHECKING:
     from quantizers.checkpoint.reader import Checkpoint
@@ -180,6 +183,12 @@ class StreamedModel:
         converted = self.skeleton.convert({self.facts.layer(number, name): weights.pop(name) for name in parts})
         prefix = f"{self.skeleton.path}.{number}."
         weights |= {name.removeprefix(prefix): weight for name, weight in converted.items()}
+        for path, table in self.facts.tables(number).items():
+            files = (stored and stored.files) or self.checkpoint.files
+            assert files is not None, "a model with tables is read from files"
+            names = [self.facts.layer(number, name) for name in table.tensors]
+            scale = table.scale and self.facts.layer(number, table.scale)
+            module.set_submodule(path, TableRows(files, names, scale, self.device, self.dtype))
         load_layer(module, weights, self.facts, left_out)
         del weights  # otherwise what `release_experts` releases would live here until the block ends
         module.requires_grad_(False)

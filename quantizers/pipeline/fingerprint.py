@@ -18,7 +18,7 @@ from quantizers.system.errors import InputError
 
 from .options import Options
 
-METHOD = 15  # increased whenever the same settings would give different bytes
+METHOD = 16  # increased whenever the same settings would give different bytes
 REMEDIES = {
     "source": "copy the source of rank 0 to this machine again",
     "recipe": "start the same command with the same recipe and sets on all machines",

@@ -39,7 +39,7 @@ from quantizers.output import journal
 from quantizers.planning.job import Job, parts_of_run
 from quantizers.recipe.schema import Stop
 from quantizers.stitch.audit.layer import written_from
-from quantizers.stitch.write.shard import converted_tensors, kept_hashes, layer_tensors, write_shard
+from quantizers.stitch.write.shard import converted_tensors, copy_shard, kept_hashes, layer_tensors, write_shard
 from quantizers.system.errors import QuantizeError
 from quantizers.system.files import write_json
 from quantizers.walk.context import Context
@@ -338,9 +338,14 @@ def _write_passthrough(job: Job, outside: LoadedTensors, parts: Sequence[int | N
     for part in parts:
         file, shard = journal.passthrough_file(context.work, part), context.work / "output" / plan.shard_file(part)
         actions = plan.of_layer(part)
-        stored = outside if part is None else load_once(source, [action.source for action in actions], SINGLE_PROCESS)
-        kept, linears = kept_hashes(plan, part, stored), converted_tensors(plan, part, stored, torch.device("cpu"))
-        tensors = layer_tensors(plan, part, stored, None, made=linears).host
-        digest = write_shard(tensors, shard, kept, plan.unread(part))
+        if part is not None and part in plan.tables:
+            digest = copy_shard(plan, part, source, shard)
+            source.release(action.source for action in actions)
+        else:
+            names = [action.source for action in actions]
+            stored = outside if part is None else load_once(source, names, SINGLE_PROCESS)
+            kept, linears = kept_hashes(plan, part, stored), converted_tensors(plan, part, stored, torch.device("cpu"))
+            tensors = layer_tensors(plan, part, stored, None, made=linears).host
+            digest = write_shard(tensors, shard, kept, plan.unread(part))
         write_json(file, {"shard": shard.name, "digest": digest.as_dict(), "audit": written_from(actions).as_dict()})
         context.check()

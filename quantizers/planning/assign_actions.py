@@ -26,6 +26,7 @@ from quantizers.formats.fp8 import (
     stored_form,
     unreadable_scale,
 )
+from quantizers.formats.lossless import TARGETS
 from quantizers.formats.packed_integers import GROUPS
 from quantizers.formats.plain import Plain
 from quantizers.recipe.schema import Attention, Experts
@@ -49,13 +50,21 @@ class _Module(NamedTuple):
     matrix: Matrix | None = None
 
 
+class _Routed(NamedTuple):
+    """What becomes of routed experts, but for those of MTP layers."""
+
+    kind: Kind
+    form: RowFormat
+
+
 def _modules(facts: Architecture, mtp: Iterable[int]) -> Iterator[_Module]:
     """Everything that a checkpoint of these facts has, layer by layer, `mtp` last, then outside the layers."""
     shapes = {matrix: facts.expert_linears[matrix].shape for matrix in facts.matrices}
     for layer in (*range(facts.num_layers), *mtp):
         here = facts.of_layer(layer)
         for name, tensor in here.tensors.items():
-            yield _Module(facts.layer(layer, name), tensor.shape, layer, tensor)
+            full = facts.layer(layer, name)
+            yield _Module(full, tensor.shape, facts.table_parts.get(full, layer), tensor)
         for name, shape in here.linears.items():
             yield _Module(facts.layer(layer, name), shape, layer)
         for expert in range(0 if here.dense else facts.num_experts):
@@ -109,16 +118,15 @@ def make_plan(
         RecipeError: the group size does not divide the experts' matrices, the recipe asks for a fold that is not exact,
             or for a conversion that this source does not need or that servers do not take.
     """
-    scheme = experts.scheme
-    require_group(
-        scheme,
-        {
-            facts.sizes[key].key: facts.sizes[key].value
-            for key in ("latent" if "latent" in facts.sizes else "hidden", "width")
-        },
-        where,
-    )
-    folded = folds(facts, experts, where)
+    hidden = facts.sizes.get("latent", facts.sizes["hidden"])
+    sizes = {size.key: size.value for size in (hidden, facts.sizes["width"])}
+    if experts.convert is None:
+        require_group(experts.scheme, sizes, where)
+        routed = _Routed("quantize", experts.scheme)
+    else:
+        _require_edges(experts.convert, sizes, where)
+        routed = _Routed("convert", TARGETS[experts.convert].form)
+    folded = experts.convert is None and folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     within = {n: t for n, t in tensors.items() if n.startswith(in_layers) and not facts.is_unread(n)}
     form = stored_form(within, block)
@@ -126,9 +134,11 @@ def make_plan(
     mtp = [layer for layer in facts.mtp_layers if any(name.startswith(facts.layer(layer, "")) for name in tensors)]
     remaining, folding = dict(tensors), set(facts.moe_layers if folded else ())
     actions: list[Action] = []
+    tables = ((n, table) for n in range(facts.num_layers) for table in facts.tables(n).values() if table.scale)
+    scaled = {facts.layer(number, name) for number, table in tables for name in table.tensors}
     for module in _modules(facts, mtp):
         if module.facts is None:
-            actions += _linear_actions(remaining, module, scheme, (form, matrices), mtp, attention, where)
+            actions += _linear_actions(remaining, module, routed, (form, matrices), mtp, attention, where)
         elif (matrix := matrices.get(module.name.removesuffix(".weight"))) is not None:
             raise CheckpointError(
                 where,
@@ -137,7 +147,9 @@ def make_plan(
             )
         elif module.name in remaining or not module.facts.optional:
             integers = module.facts.dtype not in FLOATING
-            dtypes = (module.facts.dtype,) if integers else FLOATING
+            dtypes: tuple[str, ...] = (module.facts.dtype,) if integers else FLOATING
+            if module.name in scaled:
+                dtypes = (*FLOATING, FP8)
             spec = take(remaining, module.name, module.shape, dtypes, where)
             actions.append(_tensor_action(module, spec, facts, fold=module.layer in folding))
     actions += _unread_actions(remaining, actions, facts, (form, matrices), where)
@@ -149,11 +161,20 @@ def make_plan(
             f"{next(iter(remaining))}{more} is not among the facts of {facts.model_type}; {reason}, so it is refused",
             "give the published checkpoint",
         )
-    last = facts.num_layers + len(facts.mtp_layers)
+    last = facts.num_layers + len(facts.mtp_layers) + len(facts.table_parts)
     actions.sort(key=lambda action: last if action.layer is None else action.layer)
     _require_converted(attention, actions, where)
+    schemes: tuple[ExpertFormat, ...] = ()
+    if experts.convert is None:
+        schemes = (experts.scheme,) * facts.num_layers
+    elif not any(action.kind == "convert" and action.expert is not None for action in actions):
+        raise RecipeError(
+            f"{where}: experts.convert: {experts.convert}",
+            f"these experts are {routed.form} already",
+            "there is nothing to convert: give another format, or remove the key",
+        )
     cached = _cached(facts, where) if kv_cache else {}
-    return Plan(tuple(actions), facts.num_layers, experts, (scheme,) * facts.num_layers, attention, tuple(mtp), cached)
+    return Plan(tuple(actions), facts.num_layers, experts, schemes, attention, tuple(mtp), cached)
 
 
 def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bool) -> Action:
@@ -165,13 +186,13 @@ def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bo
             kind = "fold"
         elif facts.router_follows and module.name == facts.layer(module.layer, facts.router.tensor):
             kind, output = "compensate", Spec(facts.router.served, spec.shape)
-    return Action(module.name, spec, kind, {module.name: output}, module.layer)
+    return Action(module.name, spec, kind, {module.name: output}, module.layer, table=module.name in facts.table_parts)
 
 
 def _linear_actions(
     remaining: Remaining,
     module: _Module,
-    scheme: ExpertFormat,
+    of_routed: _Routed,
     stored: tuple[Fp8, Mapping[str, StoredMatrix]],
     mtp: Collection[int],
     attention: Attention,
@@ -179,12 +200,14 @@ def _linear_actions(
 ) -> Iterator[Action]:
     """The actions of a linear module: of its numbers or codes, and of the scales and other parts beside codes."""
     matrix, (numbers, *beside) = _take_matrix(remaining, module, *stored, where)
-    quantized = module.expert is not None and module.layer not in mtp
-    made = None if module.expert is not None else CONVERSIONS.get(attention)
+    routed = module.expert is not None and module.layer not in mtp
+    made: RowFormat | None = None if module.expert is not None else CONVERSIONS.get(attention)
     if not (fits_fp8(module.name) if isinstance(made, Fp8) else not isinstance(matrix.form, Plain)):
         made = None  # it has no such form, or has it already
-    kind: Kind = "quantize" if quantized else "convert" if made else "keep"
-    written: RowFormat = scheme if quantized else made or matrix.form
+    kind: Kind = "convert" if made else "keep"
+    if routed and (of_routed.kind == "quantize" or of_routed.form != matrix.form):
+        kind, made = of_routed  # but an expert that has the format already is not converted to it
+    written = made or matrix.form
     if kind == "keep" and not isinstance(written, QuantizedFormat | Plain):
         raise CheckpointError(
             where,
@@ -217,9 +240,11 @@ def _take_matrix(
         return matrix, _take_parts(remaining, module, matrix, where)
     weight = f"{module.name}.weight"
     if weight not in remaining and f"{module.name}.{PACKED}" in remaining:
+        parts = {name.removeprefix(f"{module.name}."): spec for name, spec in remaining.items()}
+        stored = (f"{last} {spec.dtype} {list(spec.shape)}" for last, spec in parts.items() if "." not in last)
         raise CheckpointError(
             where,
-            f"{module.name}.{PACKED} is packed in a form that is not read in a source",
+            f"{module.name} is packed in a form that is not read in a source: {', '.join(stored)}",
             "give the model's release in FP8, BF16, or symmetric groups that its config.json declares",
         )
     spec = take(remaining, weight, module.shape, (FP8, *FLOATING), where)
@@ -300,6 +325,19 @@ def require_group(scheme: ExpertFormat, sizes: Mapping[str, int], where: str) ->
             )
 
 
+def _require_edges(convert: str, sizes: Mapping[str, int], where: str) -> None:
+    """Raise a RecipeError unless blocks or groups of a target divide all sizes of the experts' matrices."""
+    edge = max(TARGETS[convert].edges)
+    others = [n for n, t in TARGETS.items() if not any(size % max(t.edges) for size in sizes.values())]
+    for name, size in sizes.items():
+        if size % edge:
+            raise RecipeError(
+                f"{where}: experts.convert: {convert}",
+                f"{name} {size} is not a multiple of {edge}, and servers take no such blocks",
+                f"give experts.convert: {' or '.join(others)}",
+            )
+
+
 def _require_converted(attention: Attention, actions: Sequence[Action], where: str) -> None:
     """Refuse a conversion of nothing, of what is FP8 already, or into blocks that servers do not take."""
     made = CONVERSIONS.get(attention)
@@ -308,8 +346,8 @@ def _require_converted(attention: Attention, actions: Sequence[Action], where: s
     matrices, key = [action for action in actions if action.is_other_matrix], f"{where}: attention: {attention}"
     converted = [action for action in matrices if action.kind == "convert"]
     if not converted:
-        is_fp8 = "of attention, shared experts or dense layers is FP8 or quantized otherwise"
-        raise RecipeError(key, f"no matrix {'fits' if isinstance(made, Fp8) else is_fp8}", "remove the key")
+        lacking = "of attention, shared experts or dense layers is quantized"
+        raise RecipeError(key, f"no matrix {'fits' if isinstance(made, Fp8) else lacking}", "remove the key")
     if not isinstance(made, Fp8):
         return
     for action in matrices:

@@ -26,6 +26,8 @@ HOST = 1 << 30  # bytes of host memory for the program and its libraries
 USABLE = 0.9  # share of a GPU's memory that a run uses
 DISK = 1e9  # bytes a second read from or written to files, unless the user says otherwise
 PADDED = 1.7  # routed rows of an expert batch, padded to its busiest expert, to those that are routed
+CONVERTED_AT_ONCE = 2 * 8 * 4  # bytes for a weight of gate and up, which are in memory as eight float32 arrays each
+MOVED_TO_CONVERT = 200  # bytes of memory read and written for a weight that is converted, compared and packed
 MOVED_PER_ROW, MOVED_PER_WEIGHT = 36, 500  # bytes of device memory
 
 
@@ -85,6 +87,8 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
             save no time.
         disk: bytes a second that each machine reads from or writes to files.
     """
+    if job.recipe.experts.convert is not None:
+        return _estimate_conversion(job, output_bytes, processes, disk)
     (lengths, drawn), texts = calibration_lengths(job), evaluation_lengths(job)
     tokens, plan = None if lengths is None else sum(lengths), job.plan
     layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in range(plan.layers))
@@ -122,6 +126,43 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
         several,
         source / disk if job.allocation else None,
         _assumptions(drawn, (processes, busy), disk, job.recipe.experts.scheme),
+    )
+
+
+def _estimate_conversion(job: Job, output_bytes: int, processes: int, disk: float) -> Estimate:
+    """The needs of a run that converts, which reads no texts and works in one process, whatever was asked for."""
+    plan = job.plan
+    converted = [action for action in plan.actions if action.kind == "convert"]
+    source = sum(action.spec.bytes for action in plan.actions)
+    weights = sum(math.prod(action.shape) for action in converted)
+    layer = max(sum(action.spec.bytes for action in plan.of_layer(part)) for part in plan.parts)
+    written = max(sum(spec.bytes for spec in plan.shard(part).values()) for part in plan.parts)
+    matrices = CONVERTED_AT_ONCE * max(math.prod(action.shape) for action in converted)
+    whole = Work(moved=float(MOVED_TO_CONVERT * weights), files=float(source + output_bytes))
+    again = Work(files=float(output_bytes))
+    seconds = {}
+    for rates in (rates_of_cpu(), *rates_of_gpus()):
+        layers, verification = (work.seconds(rates, 1, disk) for work in (whole, again))
+        seconds[rates.name] = {"layers": layers, "verification": verification, "all": layers + verification}
+    assumptions = [
+        "a conversion reads no texts, and works in one process",
+        "time: reading, converting, comparing every value and writing, and one last reading of the shards",
+        f"files: {disk / 1e9:g} GB/s read or written, beside the computing",
+    ]
+    memory = dict.fromkeys(ITEMSIZES, (matrices, matrices))
+    return Estimate(
+        tokens=0,
+        held_out=0,
+        source=source,
+        output=output_bytes,
+        states=dict.fromkeys(ITEMSIZES, 0),
+        host=2 * layer + written + matrices + HOST,
+        memory=memory,
+        seconds=seconds,
+        processes=processes,
+        several=seconds if processes > 1 else None,
+        measuring=None,
+        assumptions=assumptions,
     )
 
 

@@ -13,9 +13,11 @@ from quantizers.system.errors import InputError
 from quantizers.system.formatting import gib, parse_bytes
 
 GIB, TERA = 2**30, 1e12
+UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver
 LEAST, MOST = GIB, 4096 * GIB  # bytes of a GPU: others are a slip
 MOST_COUNT = 10_000  # GPUs
 _ROW = re.compile(r"(.+),\s*(\d+ ?MiB)", re.IGNORECASE)  # nvidia-smi --query-gpu=name,memory.total --format=csv
+UNSAID = ", [N/A]"  # what nvidia-smi prints for the memory that CPU and GPU share
 _COUNT = re.compile(r"^\d+\s*[xX×]\s*")
 
 # The shares of nominal rates that are reached. On GPUs as a layer of MiniMax-M2.1 took them on one H200
@@ -81,6 +83,8 @@ class Gpus:
     bytes: int
     sm: int | None = None  # their compute capability, as 86; None where it is not known
     nominal: bool = True  # whether `bytes` is what the vendor or the user calls them; otherwise it is what torch sees
+    shared: bool = False  # whether it is the host's memory, too
+    utilisation: float = UTILISATION  # the share of it that vLLM may use
 
     def of(self, count: int) -> Gpus:
         """Another number of the same GPUs."""
@@ -89,7 +93,8 @@ class Gpus:
 
 def most_unseen() -> float:
     """The largest share of its nominal memory that torch does not see of a GPU where that is known."""
-    return max(1 - float(gpu["seen"]) / float(gpu["memory"]) for gpu in known_gpus().values() if "seen" in gpu)
+    own = (gpu for gpu in known_gpus().values() if "seen" in gpu and not gpu.get("shared"))
+    return max(1 - float(gpu["seen"]) / float(gpu["memory"]) for gpu in own)
 
 
 def parse_gpus(text: str) -> Gpus:
@@ -100,13 +105,13 @@ def parse_gpus(text: str) -> Gpus:
     count = int(match[1] or 1)
     if count > MOST_COUNT:
         raise InputError(f"--vram {text!r}", f"{MOST_COUNT:,} GPUs at most are planned for", "write it as 2x96GiB")
-    given = match[2]
+    given = match[2].removesuffix(UNSAID).rstrip()
     names: list[str] = []
     if (row := _ROW.fullmatch(given)) and not SLICE.search(given):
         names, given = gpus_named(row[1]), row[2]
-    elif re.match(r"[A-Za-z]|\d{4}(?!.*[bB]$)", match[2]) or SLICE.search(match[2]):
-        entry = known_gpus()[find_gpu(match[2], f"--vram {text!r}", count)]
-        return Gpus(text.strip(), count, _memory(entry), entry.get("sm"), "seen" not in entry)
+    elif re.match(r"[A-Za-z]|\d{4}(?!.*[bB]$)", given) or SLICE.search(given):
+        entry = known_gpus()[find_gpu(given, f"--vram {text!r}", count)]
+        return Gpus(text.strip(), count, _memory(entry), nominal="seen" not in entry, **_told(entry))
     try:
         memory = parse_bytes(given, "")
     except InputError as failure:
@@ -114,7 +119,12 @@ def parse_gpus(text: str) -> Gpus:
     if not LEAST <= memory <= MOST:
         bounds = f"of {gib(LEAST)} to {gib(MOST)}"
         raise InputError(f"--vram {text!r}", f"GPUs {bounds} are planned for", f"write it as {count}x96GiB")
-    return Gpus(text.strip(), count, memory, known_gpus()[names[0]].get("sm") if names else None)
+    return Gpus(text.strip(), count, memory, **_told(known_gpus()[names[0]] if names else {}))
+
+
+def _told(entry: dict[str, Any]) -> dict[str, Any]:
+    """What an entry says of a GPU besides its memory, as arguments of Gpus."""
+    return {key: entry[key] for key in ("sm", "shared", "utilisation") if key in entry}
 
 
 def lacking_facts(facts: Architecture) -> str | None:

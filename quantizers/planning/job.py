@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import architecture_for, published_config
-from quantizers.checkpoint.loaded_tensors import layer_names
+from quantizers.checkpoint.loaded_tensors import layer_names, with_tables
 from quantizers.checkpoint.reader import (
     CONFIG,
     INDEX,
@@ -162,10 +162,15 @@ def prepare(
     return Job(recipe, path, facts, config, plan, source, basis, choices, location, facts_file)
 
 
+def _accepted(recipe: Recipe) -> bool:
+    """Whether experts may have 4 bits or fewer in the source."""
+    return recipe.source.accept_quantized or recipe.experts.convert is not None
+
+
 def _refuse_few_bits(plan: Plan, recipe: Recipe, where: str) -> None:
     """Refuse a source whose experts have 4 bits or fewer, unless the recipe accepts it."""
     few = [form for form in plan.source_experts if form.weight_bits <= FEW_BITS]
-    if few and not recipe.source.accept_quantized:
+    if few and not _accepted(recipe):
         raise CheckpointError(where, f"its experts are stored as {few[0]}: {ALREADY}", ACCEPT)
 
 
@@ -181,9 +186,13 @@ def parts_of_run(
     """
     passing = job.plan.passthrough_parts if passing is None else passing
     outside = (None, *(part for part in passing if part is not None))
+
+    def of_layer(number: int) -> list[list[str]]:
+        return with_tables(job.opened, job.facts, {number: layer_names(job.opened, job.facts, number)})
+
     return [
         *([action.source for action in job.plan.of_layer(part)] for part in outside),
-        *(layer_names(job.opened, job.facts, number) for number in (*again, *range(done, job.facts.num_layers))),
+        *(part for number in (*again, *range(done, job.facts.num_layers)) for part in of_layer(number)),
     ]
 
 
@@ -197,12 +206,14 @@ def _open_source(
         raise CheckpointError(location if remote else folder, "has no config.json", "give a checkpoint folder")
     # Before the shards, whose dtypes may be unknown here.
     where = f"{location}: {CONFIG}" if remote else str(folder / CONFIG)
-    refuse_unquantizable(read_config(folder), where, accepted=recipe.source.accept_quantized)
+    refuse_unquantizable(read_config(folder), where, accepted=_accepted(recipe))
     return open_folder(folder, recipe.source.model, revision, remote=remote)
 
 
 def sets_of(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     """The names of a recipe's sets, with the sources that are left out of each."""
+    if recipe.calibration is None:
+        return {}
     perplexity = recipe.verify and recipe.verify.perplexity
     return {recipe.calibration_set: recipe.calibration_without} | ({perplexity.data: ()} if perplexity else {})
 
@@ -235,7 +246,7 @@ def _without_headers(
     config_file = folder / CONFIG
     if config_file.is_file() and not any(folder.glob("*.safetensors")):
         config = read_config(folder)
-        refuse_unquantizable(config, str(config_file), accepted=recipe.source.accept_quantized)
+        refuse_unquantizable(config, str(config_file), accepted=_accepted(recipe))
         return config, f"{config_file} alone, without shards"
     if folder.is_dir() or (cached_folder(location, recipe.source.revision) is not None and not hub):
         return None

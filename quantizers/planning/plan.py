@@ -6,9 +6,12 @@
     drop        a scale, or another small part, of a matrix that is quantized or converted, not written
     fold        the norm that AWQ divides by its scales
     compensate  the router that reads this norm, multiplied by the scales
-    convert     a linear module that is no routed expert's, dequantized or made FP8 as the recipe's `attention` says
+    convert     a linear module that is no routed expert's, dequantized or made FP8 as the recipe's `attention` says;
+                or an expert's, in the format that `experts.convert` says
     carry       the source's bytes under the source's name, of a tensor that the facts call unread: never opened
                 (but an FP8 scale among them is renamed)
+
+Tables of which a layer looks rows up have a shard of their own, behind those of the layers: no memory holds them.
 
 Layers that predict further tokens (MTP) follow the others. They are not computed, and every tensor in them passes
 through, experts too, unless it is converted. Each has a shard of its own, as every decoder layer has. A norm is folded
@@ -30,6 +33,7 @@ from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import Matrix
 from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec
 from quantizers.formats.format import ExpertFormat, QuantizedFormat, RowFormat, StoredMatrix
+from quantizers.formats.lossless import TARGETS
 from quantizers.recipe.schema import Attention, Experts
 
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "convert", "carry"]
@@ -55,6 +59,7 @@ class Action:
     module: str | None = None  # the linear module that the tensor is a part of
     stored: StoredMatrix | None = None  # of the tensor with a module's numbers or codes: its matrix in the source
     written: RowFormat | None = None  # and the format in which the output has it
+    table: bool = False  # whether it is of a table whose rows are looked up in the files
 
     @property
     def is_scale(self) -> bool:
@@ -74,7 +79,12 @@ class Action:
     @property
     def is_other_matrix(self) -> bool:
         """Whether it is a weight (rows, columns) of anything but a routed expert."""
-        return self.is_weight and self.expert is None and len(self.shape) == 2
+        return self.is_weight and self.expert is None and len(self.shape) == 2 and not self.table
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it is an expert's matrix that is quantized or converted."""
+        return self.kind == "quantize" or (self.kind == "convert" and self.expert is not None)
 
     @property
     def quantized(self) -> QuantizedFormat | None:
@@ -89,25 +99,33 @@ class Plan:
     actions: tuple[Action, ...]
     layers: int  # number of decoder layers, without those that predict further tokens
     experts: Experts  # the recipe's settings; use `schemes` instead of its bits and group size
-    schemes: tuple[ExpertFormat, ...]  # of each layer's experts
+    schemes: tuple[ExpertFormat, ...]  # of each layer's experts; none if they are converted
     attention: Attention = "keep"  # what becomes of the other linear modules
     mtp: tuple[int, ...] = ()  # the numbers of the layers that predict further tokens, as far as the source has them
     cached: Mapping[int, str] = field(default_factory=dict)  # attention modules that get scales for an FP8 cache
 
     @property
     def parts(self) -> tuple[int | None, ...]:
-        """Every layer, and None for the non-layer tensors, in order: each has a shard of its own."""
-        return (*range(self.layers), *self.mtp, None)
+        """Every layer, its tables, and None for the non-layer tensors, in order: each has a shard of its own."""
+        return (*range(self.layers), *self.mtp, *self.tables, None)
+
+    @cached_property
+    def tables(self) -> tuple[int, ...]:
+        """The parts that are a layer's tables, see `Architecture.table_parts`."""
+        return tuple(sorted({action.layer for action in self.actions if action.table and action.layer is not None}))
 
     @property
     def passthrough_parts(self) -> tuple[int | None, ...]:
         """Parts that are never run: all but the decoder layers."""
         return self.parts[self.layers :]
 
-    @property
-    def quantized_layers(self) -> list[int]:
-        """The layers whose experts are quantized."""
-        return sorted({a.layer for a in self.actions if a.kind == "quantize" and a.layer is not None})
+    @cached_property
+    def expert_forms(self) -> Mapping[int, RowFormat]:
+        """The formats of the layers whose experts are quantized or converted."""
+        layers = sorted({a.layer for a in self.actions if a.is_made and a.layer is not None})
+        if self.experts.convert is not None:
+            return dict.fromkeys(layers, TARGETS[self.experts.convert].form)
+        return {layer: self.schemes[layer] for layer in layers}
 
     def settings(self, layer: int) -> Experts:
         """The recipe's settings with this layer's bits and group size."""
@@ -118,7 +136,7 @@ class Plan:
         """The plan with other schemes, one for each layer; their groups must divide the matrices."""
         assert len(schemes) == self.layers
         actions = (
-            action if action.layer is None or action.layer in self.mtp else stored_as(action, schemes[action.layer])
+            action if action.layer is None or action.layer >= self.layers else stored_as(action, schemes[action.layer])
             for action in self.actions
         )
         return replace(self, actions=tuple(actions), schemes=tuple(schemes))
@@ -167,7 +185,7 @@ class Plan:
     @cached_property
     def source_experts(self) -> list[RowFormat]:
         """The formats in which the source has the routed experts, each once."""
-        return list(dict.fromkeys(a.stored.form for a in self.actions if a.kind == "quantize" and a.stored))
+        return list(dict.fromkeys(a.stored.form for a in self.actions if a.is_made and a.stored))
 
     def unread(self, layer: int | None) -> set[str]:
         """The names of the tensors in one output shard that are never opened."""
@@ -210,19 +228,27 @@ def stored_as(action: Action, scheme: ExpertFormat) -> Action:
 
 
 def file_size(tensors: Mapping[str, Spec]) -> int:
-    """Bytes of a safetensors file as the library writes it: after a header of compact JSON, padded to 8 bytes, the
-    tensors by dtype, last of DTYPE_BYTES first, then by name.
-    """
+    """Bytes of a safetensors file as the library writes it."""
+    return len(file_header(tensors)) + sum(spec.bytes for spec in tensors.values())
+
+
+def in_file(tensors: Mapping[str, Spec]) -> list[str]:
+    """The names of a file's tensors in safetensors' order: by dtype, last of DTYPE_BYTES first, then by name."""
     ranks = {dtype: -rank for rank, dtype in enumerate(DTYPE_BYTES)}
-    order = sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name))
+    return sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name))
+
+
+def file_header(tensors: Mapping[str, Spec]) -> bytes:
+    """The beginning of a safetensors file as the library writes it: compact JSON, padded to 8 bytes, and its length."""
     header: dict[str, object] = {"__metadata__": METADATA}
     offset = 0
-    for name in order:
+    for name in in_file(tensors):
         spec = tensors[name]
         header[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (offset, offset + spec.bytes)}
         offset += spec.bytes
-    length = len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode())
-    return 8 + math.ceil(length / 8) * 8 + offset
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    padded = text.ljust(math.ceil(len(text) / 8) * 8)
+    return len(padded).to_bytes(8, "little") + padded
 
 
 def index_json(plan: Plan) -> str:
@@ -242,7 +268,7 @@ def kinds(plan: Plan) -> list[dict[str, object]]:
     """Every kind of tensor, with `*` for layer and expert, its action, count, and bytes before and after, in order."""
     of_kind: dict[tuple[str, str], list[Action]] = {}
     for action in plan.actions:
-        name = _NUMBER.sub("*", action.source)
+        name = re.sub(r"\d+", "*", action.source) if action.table else _NUMBER.sub("*", action.source)
         if action.layer in plan.mtp:  # which has other actions
             name = name.replace(".*.", f".{action.layer}.", 1)
         of_kind.setdefault((name, action.kind), []).append(action)
@@ -281,6 +307,7 @@ def summary(plan: Plan, facts: Architecture) -> dict[str, object]:
     shards = {file: file_size(tensors) for file, tensors in plan.shards().items()}
     source = {layer: sum(action.spec.bytes for action in plan.of_layer(layer)) for layer in plan.parts}
     index = len(index_json(plan).encode())
+    experts = [action for action in plan.actions if action.is_made]
     only_if_given: dict[str, object] = {} if plan.attention == "keep" else {"attention": plan.attention}
     if plan.cached:
         only_if_given["kv_cache"] = sorted(plan.cached)
@@ -290,12 +317,12 @@ def summary(plan: Plan, facts: Architecture) -> dict[str, object]:
         "layers": facts.num_layers,
         "dense_layers": sorted(facts.dense),
         "experts_per_layer": facts.num_experts,
-        "quantized_matrices": table["quantize"]["tensors"],
+        "quantized_matrices": len(experts),
         "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in PASSTHROUGH),
         "actions": table,
         "kinds": by_kind,
         "source_bytes": sum(source.values()),
-        "expert_bytes": table["quantize"]["bytes_after"],
+        "expert_bytes": sum(spec.bytes for action in experts for spec in action.outputs.values()),
         "output_bytes": sum(shards.values()) + index,
         "index_bytes": index,
         "shards": shards,

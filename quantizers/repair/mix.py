@@ -28,7 +28,7 @@ from quantizers.planning.plan import PASSTHROUGH, Plan
 from quantizers.solve.folded_scales import close_enough, matrix_errors, norm_ratio, router_state, stored_norm_ratio
 from quantizers.stitch.audit.checkpoint import stored_plan, stored_schemes
 from quantizers.stitch.write.config_files import write_config_files
-from quantizers.stitch.write.shard import kept_hashes, layer_tensors, write_shard
+from quantizers.stitch.write.shard import copy_shard, kept_hashes, layer_tensors, write_shard
 from quantizers.system.errors import CheckpointError
 from quantizers.system.files import write_json
 from quantizers.system.progress import progress
@@ -218,7 +218,11 @@ def write_mix(mix: Mix, work: Path, *, repair_router: bool, check: Callable[[], 
             shown(f"layer {number}")
     written = dict(journal.done_shards(work, layers))
     for passing in plan.passthrough_parts:
-        shard, parts = plan.shard_file(passing), layer_tensors(plan, passing, mix.source, None).host
+        shard = plan.shard_file(passing)
+        if passing is not None and passing in plan.tables:
+            written[shard] = copy_shard(plan, passing, mix.source, folder / shard)
+            continue
+        parts = layer_tensors(plan, passing, mix.source, None).host
         written[shard] = write_shard(parts, folder / shard, carried=plan.unread(passing))
     check()
     write_config_files(folder, mix.source, plan, mix.facts)

@@ -36,6 +36,7 @@ from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
 from quantizers.formats.e8m0 import DTYPES, E8M0, GROUP
 from quantizers.formats.format import PACKED, SCALE
 from quantizers.formats.fp8 import SCALE_INV, Fp8Blocks
+from quantizers.formats.mxfp4 import Mxfp4
 from quantizers.formats.mxfp8 import Mxfp8
 from quantizers.formats.nvfp4 import INPUT_SCALE, Nvfp4
 from quantizers.formats.packed_integers import GROUP_INDEX, SHAPE, ZERO_POINT
@@ -248,11 +249,22 @@ def _lookup_remarks(engine: str, lookup: Lookup, stored: Mapping[str, Parts]) ->
     for member in lookup.members:
         if member.name not in stored:
             continue  # see `_name_remarks`
+        if engine == TRANSFORMERS and lookup.kind == EXPERTS and _is_taken_plain(lookup.scheme, stored[member.name]):
+            continue
         if engine == TRANSFORMERS and _has_powers(lookup.scheme, stored[member.name]):
             yield "warning", [engine], member.name, f"{lookup.kind}: FP8 blocks with scales in {E8M0}", READS_POWERS
         for mistake, problem in mistakes(lookup.scheme, stored[member.name], member.shape):
             severity: Severity = "warning" if mistake == "scale dtype" else "error"
             yield severity, [engine], member.name, f"{lookup.kind}: {problem}", CONSEQUENCES[mistake]
+
+
+def _is_taken_plain(scheme: ServedScheme | None, parts: Parts) -> bool:
+    """Whether transformers takes an expert's matrix as it is, though its one scheme for experts is attention's.
+
+    Weights in 8 bits that have no scale pass through its `DecompressExperts`.
+    """
+    in_fp8 = scheme is not None and (scheme.type, scheme.bits) == ("float", 8)
+    return in_fp8 and SCALE not in parts and "weight" in parts and parts["weight"].dtype in FLOATING
 
 
 def _has_powers(scheme: ServedScheme | None, parts: Parts) -> bool:
@@ -376,6 +388,8 @@ def _cache_remarks(section: Mapping[str, Any], tensors: Collection[str], facts: 
 def describe(parts: Parts, shape: tuple[int, ...]) -> str:
     """Describe how a module is stored, in the words of `str(ServedScheme)`."""
     scale = parts.get(SCALE)
+    if PACKED in parts and parts[PACKED].dtype == "U8" and scale is not None and scale.dtype in DTYPES:
+        return str(Mxfp4())
     if PACKED in parts and parts[PACKED].dtype == "U8":
         return str(Nvfp4(4 if INPUT_SCALE in parts else 16))
     if PACKED in parts:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from quantizers.planning.gpus import GIB, Gpus
 
 from .kernels import SGLANG_BITS, SGLANG_TAKES
-from .memory import EXPERTS, FLASHINFER, FP8_CACHE_SM, UTILISATION, Fit, Model, needs_flashinfer
+from .memory import EXPERTS, FLASHINFER, FP8_CACHE_SM, Fit, Model, needs_flashinfer
 
 SYSTEM = 6 * 10**9  # bytes of host memory for everything else
 GB = 10**9
@@ -79,7 +79,7 @@ def host_ways(
     cache = f" --kv-cache-dtype fp8{attention}" if fp8 else ""
     vllm = (
         f"vllm serve OUT{parallel}{wanted.get('vllm', '')}{cache} --max-model-len {fit.context} "
-        f"--gpu-memory-utilization {UTILISATION}"
+        f"--gpu-memory-utilization {fit.utilisation}"
     )
     offloaded = math.ceil((per_gpu - free) / GIB)
     share = resident / model.facts.num_experts

@@ -78,9 +78,20 @@ MXFP8_KNOWN = {
     VLLM_BEFORE.name: "not known: such a version may refuse them",
     SGLANG.name: "not known: it may refuse them",
 }
+# Of modules in MXFP4; transformers reads them, too.
+MXFP4_KNOWN = {
+    VLLM.name: "by the sources of vLLM 0.32: on SM100 activations are rounded to MXFP4 too (CUTLASS), on other NVIDIA "
+    f"GPUs they are not (Marlin); {NONE_ON_CPU}",
+    VLLM_BEFORE.name: "not known: such a version may refuse them",
+    SGLANG.name: "not known: it may refuse them",
+}
 # What is known of modules in other formats than integers and FP8, by the kind of the format and engine.
 KNOWN: dict[str | None, dict[str, str]] = {"nvfp4": NVFP4_KNOWN, "nvfp4-a4": NVFP4_KNOWN}
-KNOWN |= {"mxfp8": MXFP8_KNOWN}
+KNOWN |= {"mxfp8": MXFP8_KNOWN, "mxfp4": MXFP4_KNOWN}
+BLOCKS_FUSED = (
+    "5.17 to 5.24 multiply experts that they fuse by the scales of blocks as if there were one for all, so that "
+    "loading fails, unless each matrix is a single block"
+)
 # docs/how-to/serve-with-vllm.md has the table with file and line of all others.
 NEGATIVE_SCALES = (
     "group scales may be negative; not verified for FlashInfer's TRT-LLM MXINT4 on SM100, for vLLM's Marlin with 8-bit "
@@ -139,6 +150,8 @@ def condition(engine: str, lookup: Lookup) -> str | None:
     scheme = lookup.scheme
     if scheme is not None and scheme.kind in KNOWN:
         return KNOWN[scheme.kind].get(engine)
+    if engine == TRANSFORMERS and lookup.kind == EXPERTS and scheme is not None and scheme.block is not None:
+        return BLOCKS_FUSED
     if not is_packed(scheme) or engine == SGLANG.name:
         return None
     if engine == TRANSFORMERS:

@@ -1,6 +1,6 @@
 """Memory of each GPU when vLLM serves the output: an estimate from the plan alone, and what would make it fit.
 
-    weights + KV cache + activations + runtime  <=  the GPU's memory * UTILISATION
+    weights + KV cache + activations + runtime  <=  the GPU's memory * `Gpus.utilisation`
 
 Weights and KV cache follow from the tensors. The rest are assumptions, which predict that MiniMax-M2.1 in FP8 + INT4
 fits two 96 GiB GPUs with all 196,608 tokens, as was measured (https://huggingface.co/mratsim/MiniMax-M2.1-FP8-INT4-AWQ).
@@ -27,11 +27,11 @@ from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture, Parts
 from quantizers.architectures.fused import FUSED
-from quantizers.formats.format import INTEGERS, NAME, ExpertFormat
+from quantizers.formats.format import INTEGERS, NAME, ExpertFormat, RowFormat
 from quantizers.formats.fp8 import Fp8Blocks
 from quantizers.formats.packed_integers import Integers
 from quantizers.planning.allocation import candidates
-from quantizers.planning.gpus import GIB, Gpus, lacking_facts, most_unseen, parse_gpus
+from quantizers.planning.gpus import GIB, UTILISATION, Gpus, lacking_facts, most_unseen, parse_gpus
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan, file_size
 from quantizers.system.errors import InputError
@@ -41,7 +41,6 @@ from .engines import declared_scheme
 from .kernels import only_humming_takes
 
 MIB = 2**20
-UTILISATION = 0.93  # vLLM's --gpu-memory-utilization; the rest is for the driver
 RUNTIME = 2 * GIB  # per GPU: CUDA context, graphs (since vLLM 0.21 in its share), kernels, NCCL, fragmentation
 LARGE_GPU = 70 * GIB  # from this size vLLM prefills 8,192 tokens at a time, below it 2,048
 SEQUENCES = 256  # at most decoded together, each with a row of float32 logits
@@ -124,15 +123,15 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any]) -> Mo
             layer[holder] += sum(spec.bytes for spec in action.outputs.values())
             if holder == module and isinstance(action.written, Fp8Blocks):
                 blocks[module] = action.written.edges
-    outside = sum(spec.bytes for spec in plan.shard(None).values())
+    outside = sum(spec.bytes for part in (*plan.tables, None) for spec in plan.shard(part).values())
     held = outside + sum(size for layer in layers for size in layer.values())
     return Model(
         facts=facts,
         layers=tuple(layers),
         outside=outside,
-        bits=frozenset(plan.schemes[layer].bits for layer in plan.quantized_layers),
-        groups=frozenset(plan.schemes[layer].group_size for layer in plan.quantized_layers),
-        padded=frozenset(layer for layer in plan.quantized_layers if is_padded(plan.schemes[layer])),
+        bits=frozenset(form.bits for form in plan.expert_forms.values() if isinstance(form, ExpertFormat)),
+        groups=frozenset(map(_group_of, plan.expert_forms.values())),
+        padded=frozenset(layer for layer, form in plan.expert_forms.items() if is_padded(form)),
         blocks=blocks,
         longest=facts.positions or 0,
         fp8_cache=bool(plan.cached),
@@ -140,9 +139,14 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any]) -> Mo
     )
 
 
-def is_padded(scheme: ExpertFormat) -> bool:
-    """Whether vLLM's Humming has experts with this scheme, which fills their shapes up."""
-    return only_humming_takes(declared_scheme(scheme.config_group()))
+def is_padded(form: RowFormat) -> bool:
+    """Whether vLLM's Humming has experts in this format, which fills their shapes up."""
+    return isinstance(form, ExpertFormat) and only_humming_takes(declared_scheme(form.config_group()))
+
+
+def _group_of(form: RowFormat) -> int:
+    """Columns of an expert's matrix that must not be split between GPUs."""
+    return form.group_size if isinstance(form, ExpertFormat) else form.edges[1]
 
 
 def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
@@ -230,14 +234,14 @@ def fit(
             f"--context {context}", f"this model takes 1 to {model.longest:,} tokens", "leave it out for all of them"
         )
     weights, activations = _weights(model, *split), _activations(model, gpus, tensor)
-    budget = int(gpus.bytes * UTILISATION)
+    budget = int(gpus.bytes * gpus.utilisation)
     per_token = kv_bytes_per_token(model, kv, *split)
     room = budget - weights - activations - RUNTIME
     fitting = max(0, room // per_token // KV_BLOCK * KV_BLOCK)
     longest = min(fitting, model.longest) if model.longest else fitting
     cache = math.ceil(context / KV_BLOCK) * KV_BLOCK * per_token
     used = budget, weights, cache, activations, RUNTIME, room - cache
-    return Fit(gpus.name, tensor, pipeline, kv, UTILISATION, context, *used, longest, room >= cache)
+    return Fit(gpus.name, tensor, pipeline, kv, gpus.utilisation, context, *used, longest, room >= cache)
 
 
 def _weights(model: Model, tensor: int, pipeline: int) -> int:
@@ -296,8 +300,10 @@ def assumptions(gpus: Sequence[Gpus]) -> list[str]:
     """The assumptions behind an estimate, one line each."""
     steps = " or ".join(f"{tokens:,}" for tokens in sorted({step_tokens(cards) for cards in gpus}))
     nominal = ", ".join(dict.fromkeys(cards.name for cards in gpus if cards.nominal))
+    shares = {cards.utilisation: "a GPU" for cards in gpus if cards.utilisation == UTILISATION}
+    shares |= {cards.utilisation: cards.name for cards in gpus if cards.utilisation != UTILISATION}
     lines = [
-        f"vLLM may use {UTILISATION:.0%} of a GPU (--gpu-memory-utilization {UTILISATION})",
+        *(f"vLLM may use {share:.0%} of {whose} (--gpu-memory-utilization {share})" for share, whose in shares.items()),
         f"{RUNTIME / GIB:.0f} GiB a GPU for CUDA context and graphs, kernels, NCCL and fragmentation, a guess; "
         f"therefore experts.budget as named here leaves {LITTLE / GIB:g} GiB more",
         f"activations: {steps} tokens in a prefill step, logits of {SEQUENCES} sequences",
@@ -307,6 +313,8 @@ def assumptions(gpus: Sequence[Gpus]) -> list[str]:
         lines.append(f"an FP8 KV cache below SM{FP8_CACHE_SM} (RTX 3090, A100): {FLASHINFER}; others refuse it")
     if old := ", ".join(dict.fromkeys(cards.name for cards in gpus if cards.sm is not None and cards.sm < KNOWN_SM)):
         lines.append(f"{old}: memory alone; below SM{KNOWN_SM} there is no bfloat16, and no kernel is known here")
+    if shared := ", ".join(dict.fromkeys(cards.name for cards in gpus if cards.shared)):
+        lines.append(f"{shared}: CPU and GPU share this memory, which is counted once, as the GPU's")
     if nominal:
         lines.append(f"{nominal}: the nominal memory; torch and vLLM see up to {most_unseen():.0%} less")
     return lines
@@ -365,11 +373,11 @@ def common_fits(model: Model) -> list[Fit]:
 
 def weights_alone(plan: Plan, gpus: Sequence[Gpus]) -> list[dict[str, str | int]]:
     """Bytes that vLLM may use on each set of GPUs, of the weights, and of the rest, where facts are lacking."""
-    layers = (*range(plan.layers), None)  # without those for speculative decoding; None is all else
-    weights = sum(spec.bytes for layer in layers for spec in plan.shard(layer).values())
+    held = [part for part in plan.parts if part not in plan.mtp]  # without those for speculative decoding
+    weights = sum(spec.bytes for part in held for spec in plan.shard(part).values())
     rows: list[dict[str, str | int]] = []
     for cards in gpus:
-        usable = cards.count * int(cards.bytes * UTILISATION)
+        usable = cards.count * int(cards.bytes * cards.utilisation)
         rows.append({"cards": cards.name, "usable": usable, "weights": weights, "left": usable - weights})
     return rows
 
@@ -457,7 +465,8 @@ def remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: in
             shorter = fit(model, gpus, longest, kv, tensor_parallel)
             yield Remedy(f"{'' if kv == asked.kv else f'--kv {kv} '}--context {longest}", shorter)
     fitting: list[tuple[ExpertFormat, Model, Fit]] = []
-    for scheme in reversed(candidates(job.facts, 1)):
+    schemes = candidates(job.facts, 1) if job.recipe.experts.convert is None else []
+    for scheme in reversed(schemes):
         smaller = with_scheme(model, scheme)
         if smaller.stored < model.stored and can_split(smaller, gpus):
             estimate = fit(smaller, gpus, asked.context, asked.kv)

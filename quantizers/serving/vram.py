@@ -75,6 +75,9 @@ def fits_on(
     """
     refusal = None if checked.ktransformers == TAKES_THEM else checked.ktransformers or "SGLang lacks the model"
     gpus = [parse_gpus(text) for text in vram]
+    if ram is not None and (shared := [cards.name for cards in gpus if cards.shared]):
+        counted = "CPU and GPU share its memory, which is counted as the GPU's"
+        raise InputError(f"--ram with --vram {shared[0]}", counted, "leave --ram out")
     if problem := lacking_facts(job.facts):
         if (context, kv, tp) != (None, "auto", None):
             raise InputError("--context, --kv and --tp", problem, "leave them out")

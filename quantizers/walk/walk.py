@@ -139,6 +139,9 @@ def walk(
             step = LayerStep(current, loaded, on_device, model, prover, watch)
             del loaded, on_device
             yield step
+            if model is not None and (tables := model.facts.in_tables(current)):
+                dist.barrier()  # others may still look rows up
+                source.release(name for name in tables if name in source.tensors)
             # The caller may keep the step while the next bytes are read.
             step.source = step.on_device = step.source.only(())
             release_free_memory()

@@ -21,6 +21,7 @@ from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.formats.conversion import converted
 from quantizers.formats.dequantization import read_weight
+from quantizers.formats.lossless import difference
 from quantizers.formats.nvfp4 import GLOBAL_SCALE, INPUT_SCALE
 from quantizers.model.layer_weights import ExpertWeights
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch
@@ -41,6 +42,7 @@ class LayerAudit:
     tensors: int = 0  # of the source, accounted for
     kept: int = 0  # compared byte for byte
     converted: int = 0  # compared with what the formula makes of the source's
+    values: int = 0  # in those, where experts are converted and each value was compared
     differences: list[str] = field(default_factory=list)  # one line each, starting with the tensor's name
     # The largest relative error of a matrix after folding; None outside the layers, and if norms cannot be compared.
     weight_error: float | None = None
@@ -51,16 +53,21 @@ class LayerAudit:
         return asdict(self)
 
 
-def written_from(actions: Sequence[Action]) -> LayerAudit:
-    """The audit of a shard whose passthrough tensors were compared when it was written, see `write_shard`."""
+def written_from(actions: Sequence[Action], values: int = 0) -> LayerAudit:
+    """The audit of a shard whose passthrough tensors were compared when it was written, see `write_shard`.
+
+    So were `values` of matrices that are converted.
+    """
     kinds = Counter(action.kind for action in actions)
-    return LayerAudit(len(actions), sum(kinds[kind] for kind in PASSTHROUGH), kinds["convert"])
+    return LayerAudit(len(actions), sum(kinds[kind] for kind in PASSTHROUGH), kinds["convert"], values)
 
 
 def audit_kept(
     plan: Plan, layer: int | None, source: Checkpoint, candidate: Checkpoint, device: torch.device
 ) -> LayerAudit:
-    """The audit of a shard's tensors that pass through, by SHA-256, and of linear modules, converted on `device`."""
+    """The audit of a shard's tensors that pass through, by SHA-256, and of modules that are converted, on `device`:
+    by the formula, applied again, or value by value where experts are converted.
+    """
     actions = plan.of_layer(layer)
     audit = LayerAudit(len(actions))
     for action in actions:
@@ -69,6 +76,10 @@ def audit_kept(
             continue
         if action.kind == "convert" and action.module is not None:
             audit.converted += 1
+            if plan.experts.convert is not None:
+                audit.differences += unequal_values(action.module, source, candidate, device)
+                audit.values += math.prod(action.shape)
+                continue
             with _reading_the_source():
                 made = converted(source, action.module, plan.attention, device)
             audit.differences += [
@@ -82,6 +93,24 @@ def audit_kept(
             if source.sha256(action.source) != candidate.sha256(name):
                 audit.differences.append(f"{name}: bytes differ from the source's {action.source}")
     return audit
+
+
+def unequal_values(module: str, source: Checkpoint, candidate: Checkpoint, device: torch.device) -> Iterator[str]:
+    """The first value of a module's matrix, row by row, that is not the source's: one line, or none."""
+    with _reading_the_source():
+        before = read_weight(source, module, device)
+    try:
+        after = read_weight(candidate, module, device)
+    except CheckpointError as failure:
+        yield f"{module}: {failure}"
+        return
+    if before.shape != after.shape:
+        yield f"{module}: has shape {list(after.shape)}, the source's {list(before.shape)}"
+    elif (first := difference(after, before)) is not None:
+        yield (
+            f"{module}.weight: row {first.row}, column {first.column} is {first.stored:.9g}, the source's is "
+            f"{first.wanted:.9g}; a conversion changes no value"
+        )
 
 
 def audit_layer(
@@ -110,7 +139,8 @@ def audit_layer(
     if smooth is None:
         return
     pair = _Pair(layer, facts, source, candidate, smooth, bits)
-    audit.differences += [*_router_differences(pair), *_other_readers(pair), *_zero_scales(pair), *_global_scales(pair)]
+    audit.differences += [*_router_differences(pair), *_other_readers(pair), *_zero_scales(pair)]
+    audit.differences += global_scales(layer, facts, candidate)
     for expert, errors in enumerate(_errors(pair)):
         if isinstance(errors, str):
             audit.differences.append(errors)
@@ -270,12 +300,12 @@ def _zero_scales(pair: _Pair) -> Iterator[str]:
             yield f"{name}: {count} of its group scales are zero: these weights are lost"
 
 
-def _global_scales(pair: _Pair) -> Iterator[str]:
+def global_scales(layer: int, facts: Architecture, candidate: Checkpoint) -> Iterator[str]:
     """Global scales that are not positive and finite, or differ between gate and up: servers take gate's for both."""
     for part in (GLOBAL_SCALE, INPUT_SCALE):
-        for expert in range(pair.facts.num_experts):
-            names = [f"{pair.facts.expert(pair.layer, expert, matrix)}.{part}" for matrix in pair.facts.matrices]
-            scales = [pair.candidate.tensor(name).item() for name in names if name in pair.candidate.tensors]
+        for expert in range(facts.num_experts):
+            names = [f"{facts.expert(layer, expert, matrix)}.{part}" for matrix in facts.matrices]
+            scales = [candidate.tensor(name).item() for name in names if name in candidate.tensors]
             yield from (
                 f"{name}: {value} is no positive number: what it scales is lost"
                 for name, value in zip(names, scales, strict=False)

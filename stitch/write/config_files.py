@@ -29,13 +29,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture, Targets
-from quantizers.architectures.contradictions import TIED, dtypes_of, untied
+from quantizers.architectures.contradictions import TEXT, TIED, dtypes_of, untied
 from quantizers.architectures.fused import FUSED_IN_SOME, NO_MATRIX
 from quantizers.architectures.matrices import PROJECTIONS
-from quantizers.architectures.skeleton import model_class
+from quantizers.architectures.whole_class import model_class
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
 from quantizers.checkpoint.safetensors_header import FP8, TORCH_DTYPES
 from quantizers.formats.format import QuantizedFormat, arguments
+from quantizers.formats.plain import Plain
 from quantizers.formats.stored_matrices import quantized_matrices
 from quantizers.formats.unsupported import FEW_BITS
 from quantizers.planning.plan import Action, Plan, index_json
@@ -44,6 +45,9 @@ from quantizers.system.files import copy_file, write_text
 Group = QuantizedFormat | Literal["plain", "experts"]  # what covers a module: a config group, or `ignore`
 PLAIN: Literal["plain"] = "plain"
 ANYWHERE = r"(.*\.)?"
+# Keys from which vLLM 0.32 knows that a table is FP8 with one scale (models/qwen4_exp/common/ngram_embedding.py): where
+# quant_method is compressed-tensors it takes it for one in 16 bits otherwise.
+TABLE_DTYPES = {"qwen4_exp": "ple_embedding_dtype", "qwen4_exp_text": "ple_embedding_dtype"}
 
 
 def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Architecture) -> None:
@@ -67,15 +71,21 @@ def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Arch
 def output_config(source: dict[str, Any], facts: Architecture, plan: Plan) -> dict[str, Any]:
     """config.json of the output: the source's, with a new quantization_config, and the class that servers look up.
 
-    Of the source's section only the keys survive that servers read for any method. A head that is stored is the head.
+    Of the source's section only the keys survive that servers read for any method, and nothing where all is plain. A
+    head that is stored is the head.
     """
     passthrough = {key: value for key, value in source.items() if key != "quantization_config"}
     if not passthrough.get("architectures"):
         passthrough["architectures"] = [facts.model_class]
     passthrough |= untied_keys(source, facts)
+    if any(action.table and action.spec.dtype == FP8 for action in plan.actions) and facts.model_type in TABLE_DTYPES:
+        place = TEXT if isinstance(passthrough.get(TEXT), dict) else None
+        key = {TABLE_DTYPES[facts.model_type]: "float8_e4m3fn"}
+        passthrough |= {place: passthrough[place] | key} if place else key
     section = source.get("quantization_config")
     own = {key: section[key] for key in facts.section_keys if key in section} if isinstance(section, dict) else {}
-    return passthrough | {"quantization_config": quantization_config(facts, plan) | own}
+    made = quantization_config(facts, plan)
+    return passthrough | ({"quantization_config": made | own} if made["config_groups"] else {})
 
 
 def untied_keys(config: Mapping[str, Any], facts: Architecture) -> dict[str, Any]:
@@ -133,12 +143,14 @@ def quantization_config(facts: Architecture, plan: Plan) -> dict[str, Any]:
     routed = _routed_groups(facts, plan, targets)
     attention = {f"attention_{form.group_name}": _group(patterns, form) for form, patterns in of_forms.items()}
     plain = [] if plan.mtp_form else [f"re:{pattern}" for pattern in mtp_experts]
+    if any(isinstance(form, Plain) for form in plan.expert_forms.values()):
+        plain.append(f"re:{_routed_pattern(facts, plan, targets)}")
     experts_first = any("experts" in pattern for patterns in of_forms.values() for pattern in patterns)
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         # The experts' is accepted by vLLM and transformers, and SGLang demands it.
-        "format": next(iter(routed.values()))["format"] if routed else "pack-quantized",
+        "format": next((group["format"] for group in (*routed.values(), *attention.values())), "pack-quantized"),
         "config_groups": routed | attention if experts_first else attention | routed,
         "ignore": [*targets.ignore, *plain, *([] if plan.linear_forms else targets.unquantized)],
         "kv_cache_scheme": arguments(8, "float", "tensor") if plan.cached else None,
@@ -151,19 +163,25 @@ def quantization_config(facts: Architecture, plan: Plan) -> dict[str, Any]:
 
 def _routed_groups(facts: Architecture, plan: Plan, targets: Targets) -> dict[str, Any]:
     """One config group per format of the routed experts, by name; its regex lists its layers if there are several."""
-    layers, groups = plan.quantized_layers, {}
-    schemes = list(dict.fromkeys(plan.schemes[layer] for layer in layers))
+    forms, groups = plan.expert_forms, {}
+    schemes = [form for form in dict.fromkeys(forms.values()) if isinstance(form, QuantizedFormat)]
     for scheme in schemes:
-        name, within = "routed_experts", ""
+        name, pattern = "routed_experts", _routed_pattern(facts, plan, targets)
         if len(schemes) > 1:
             name = f"routed_experts_{scheme.group_name}"
-            numbers = _one_of(layer for layer in layers if plan.schemes[layer] == scheme)
-            within = rf"\.{_list_of_layers(facts)}\.{numbers}\..*"
-        elif plan.mtp:
-            within = rf"\.{_list_of_layers(facts)}\.(?!{_one_of(plan.mtp)}\.)\d+\..*"
-        pattern = f"{_beside_carried(plan, facts)}.*{within}{targets.experts}"
+            pattern = _routed_pattern(facts, plan, targets, [n for n, form in forms.items() if form == scheme])
         groups[name] = _group([pattern], scheme)
     return groups
+
+
+def _routed_pattern(facts: Architecture, plan: Plan, targets: Targets, layers: Collection[int] = ()) -> str:
+    """Regular expression of the routed experts in some layers, by default in all but those of MTP."""
+    within = ""
+    if layers:
+        within = rf"\.{_list_of_layers(facts)}\.{_one_of(layers)}\..*"
+    elif plan.mtp:
+        within = rf"\.{_list_of_layers(facts)}\.(?!{_one_of(plan.mtp)}\.)\d+\..*"
+    return f"{_beside_carried(plan, facts)}.*{within}{targets.experts}"
 
 
 def _group(patterns: Iterable[str], form: QuantizedFormat) -> dict[str, Any]:
@@ -190,7 +208,7 @@ def targets_of(plan: Plan, facts: Architecture) -> tuple[Targets, dict[Quantized
         return targets, {form: list(fp8) for form in plan.linear_forms}
     schemes = _schemes(plan, facts)
     schemes |= _fused(schemes)
-    for layer in plan.quantized_layers:  # the first expert stands for all
+    for layer in plan.expert_forms:  # the first expert stands for all
         prefix = facts.layer(layer, facts.expert_prefix.format(expert=0))
         schemes |= {prefix + name: "experts" for name in _spellings(facts)}
     made = _expressions(schemes, plan, facts)

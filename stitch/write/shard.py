@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from quantizers.checkpoint.reader import Checkpoint, as_bytes, torch_dtype
+from quantizers.checkpoint.reader import PIECE, Checkpoint, as_bytes, torch_dtype
 from quantizers.checkpoint.safetensors_header import read_header
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import PinnedBuffers
@@ -27,7 +27,7 @@ from quantizers.formats.format import PACKED, SCALE, ExpertFormat
 from quantizers.formats.nvfp4 import GLOBAL_SCALE, INPUT_SCALE
 from quantizers.formats.packed_integers import SHAPE
 from quantizers.output.journal import ShardDigest
-from quantizers.planning.plan import METADATA, PASSTHROUGH, Action, Plan
+from quantizers.planning.plan import METADATA, PASSTHROUGH, Action, Plan, file_header, in_file
 from quantizers.solve.result import LayerResult
 from quantizers.system.errors import CheckpointError, QuantizeError
 from quantizers.system.files import disk_errors, file_sha256, sync_folder
@@ -176,7 +176,8 @@ def write_shard(
         QuantizeError: a tensor is not finite, the disk is full or cannot be written, or the file holds other bytes.
     """
     check_finite(tensors, path.name, carried)
-    expected = list(thread_map(_short, (as_bytes(tensors[name]) for name in sorted(tensors))))
+    ordered = sorted(tensors)
+    expected = dict(zip(ordered, thread_map(_short, (as_bytes(tensors[name]) for name in ordered)), strict=True))
     temporary = path.with_name(path.name + ".tmp")
     with disk_errors(path):
         temporary.touch()
@@ -185,24 +186,65 @@ def write_shard(
         temporary.chmod(mode)
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
-        try:
-            digest, hashes = read_back(temporary, kept)
-        except CheckpointError as failure:
-            raise QuantizeError("", f"{failure}, though it was just written", "check the disk") from None
-        differing = [
-            f"{name} has other bytes in the file than it was written with"
-            for name, old, new in zip(sorted(tensors), expected, split(digest.tensors), strict=True)
-            if old != new
-        ] + [f"{name} has other bytes than the source's" for name, wanted in kept.items() if hashes[name] != wanted]
-        if differing:
-            temporary.unlink()
-            raise QuantizeError(
-                path.name,
-                f"{differing[0]}{f', and {len(differing) - 1} more' if len(differing) > 1 else ''}",
-                "check disk and memory, then give the same command again",
-            )
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+        return _named(temporary, path, kept, expected)
+
+
+def copy_shard(plan: Plan, part: int, source: Checkpoint, path: Path) -> ShardDigest:
+    """Write the shard of a part whose tensors all keep their bytes, in pieces: no tensor is in memory as a whole.
+
+    The file is as safetensors would write it, and is read back before it gets its final name, as by `write_shard`.
+
+    Raises:
+        CheckpointError: the source cannot be read.
+        QuantizeError: the disk is full or cannot be written, or the file holds other bytes.
+    """
+    tensors, hashes = plan.shard(part), dict[str, str]()
+    sources = {name: action.source for action in plan.of_layer(part) for name in action.outputs}
+    temporary = path.with_name(path.name + ".tmp")
+    with disk_errors(path):
+        with temporary.open("wb") as stream:
+            stream.write(file_header(tensors))
+            for name in in_file(tensors):
+                digest, spec = hashlib.sha256(), tensors[name]
+                for piece in source.pieces(sources[name]):
+                    numbers = torch.frombuffer(piece, dtype=torch.uint8).view(torch_dtype(spec.dtype))
+                    if numbers.is_floating_point() and not bool(is_finite(numbers)):
+                        file = source.tensors[sources[name]].file
+                        raise CheckpointError(file, f"{name} holds a NaN or infinity", "download this shard again")
+                    digest.update(piece)
+                    stream.write(piece)
+                hashes[name] = digest.hexdigest()
+            stream.flush()
+            os.fsync(stream.fileno())
+        return _named(temporary, path, hashes)
+
+
+def _named(
+    temporary: Path, path: Path, kept: Mapping[str, str], expected: Mapping[str, str] | None = None
+) -> ShardDigest:
+    """Give a written file its final name, once it has been read back; returns its digests.
+
+    Args:
+        kept: SHA-256, hexadecimal, of the source's bytes for each tensor that keeps them.
+        expected: the short digests of all tensors, if they are known.
+    """
+    try:
+        digest, hashes = read_back(temporary, kept)
+    except CheckpointError as failure:
+        raise QuantizeError("", f"{failure}, though it was just written", "check the disk") from None
+    written = zip(sorted(expected.items()), split(digest.tensors), strict=True) if expected is not None else ()
+    differing = [
+        f"{name} has other bytes in the file than it was written with" for (name, old), new in written if old != new
+    ] + [f"{name} has other bytes than the source's" for name, wanted in kept.items() if hashes[name] != wanted]
+    if differing:
+        temporary.unlink()
+        raise QuantizeError(
+            path.name,
+            f"{differing[0]}{f', and {len(differing) - 1} more' if len(differing) > 1 else ''}",
+            "check disk and memory, then give the same command again",
+        )
+    os.replace(temporary, path)
+    sync_folder(path.parent)
     return digest
 
 
@@ -227,18 +269,23 @@ def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, di
     header, whole = read_header(file), hashlib.sha256()
     size = min((info.start for info in header.values()), default=file.stat().st_size)
 
-    def pieces(stream: IO[bytes]) -> Iterator[tuple[str, bytes]]:
+    def tensors(stream: IO[bytes]) -> Iterator[tuple[str, bytes] | tuple[str, str]]:
         whole.update(stream.read(size))
         for name, info in header.items():  # in the order of their bytes, without gaps
+            if info.size > PIECE:  # in pieces: it may be a table that no memory holds
+                yield _hashed_in_pieces(stream, info.size, whole)
+                continue
             raw = stream.read(info.size)
             whole.update(raw)
             yield name, raw
 
-    def hashed(piece: tuple[str, bytes]) -> tuple[str, str]:
-        name, raw = piece
+    def hashed(tensor: tuple[str, bytes] | tuple[str, str]) -> tuple[str, str]:
+        name, raw = tensor
+        if isinstance(raw, str):
+            return name, raw
         return _short(raw), hashlib.sha256(raw).hexdigest() if name in wanted else ""
 
-    with file.open("rb") as stream, closing(thread_map(hashed, pieces(stream))) as digests:
+    with file.open("rb") as stream, closing(thread_map(hashed, tensors(stream))) as digests:
         hashes = dict(zip(header, digests, strict=True))
     digest = ShardDigest(
         bytes=size + sum(info.size for info in header.values()),
@@ -246,6 +293,16 @@ def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, di
         tensors="".join(hashes[name][0] for name in sorted(hashes)),
     )
     return digest, {name: full for name, (_, full) in hashes.items() if full}
+
+
+def _hashed_in_pieces(stream: IO[bytes], size: int, whole: hashlib._Hash) -> tuple[str, str]:
+    """The short digest and the SHA-256 of the next bytes of a file, which `whole` gets as well."""
+    short, full = hashlib.blake2b(digest_size=TENSOR_BYTES), hashlib.sha256()
+    for left in range(size, 0, -PIECE):
+        piece = stream.read(min(left, PIECE))
+        for digest in (short, full, whole):
+            digest.update(piece)
+    return short.hexdigest(), full.hexdigest()
 
 
 def recorded_digests(report: dict[str, Any]) -> dict[str, ShardDigest]:

@@ -31,6 +31,7 @@ IN_CI = {
 ROUTED = re.compile(
     r"(language_model\.)?(model|backbone)\..*\.(experts\.(\d+\.\w+\.weight(_scale_inv)?|gate_up_proj|down_proj)"
     r"|(moe\.\w+_proj|block_sparse_moe\.\w+_linear)\.weight(_scale_inv)?)"
+    r"|layers\.\d+\.experts\.\d+\.w[123]\.weight"  # in Mistral's own names
 )
 DERIVED = [name for name in zoo.TYPES if name not in zoo.REFUSED and name not in known()]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zoo
 from commands import Command
 from conftest import REPOSITORY
 from hub_stand_in import HubStandIn, reached
@@ -18,6 +20,7 @@ from on_the_hub import MODEL, Watching, in_order, job_on_the_hub, resharded, sen
 from runs import assert_same, hashes, timeless
 from tiny import write_recipe
 
+from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.window import schedule
 from quantizers.planning.job import parts_of_run, prepare
 
@@ -90,6 +93,31 @@ def test_a_run_through_the_smallest_window(scattered: bool, hub: HubStandIn, com
     for again in (("--stream",), ()):  # the same source, however it is read
         assert command("run", "recipe.yaml", "--output", output, "--json", *again, *RUN) == 0, command.err
         assert json.loads(command.out)["already_done"]
+
+
+@pytest.mark.slow
+def test_a_table_of_ngrams_stays_on_the_disk_while_its_layer_looks_rows_up(
+    hub: HubStandIn, command: Command, tmp_path: Path
+) -> None:
+    """In shards of its own: every byte is fetched once, and the output is that of the downloaded model."""
+    model = tmp_path / "model"
+    shutil.rmtree(model)
+    zoo.save("qwen4_exp", model)
+    names = list(open_folder(model).tensors)
+    tables = [name for name in names if "ngram_embedding" in name]
+    outside = [name for name in names if ".layers." not in name]
+    layers = [[name for name in names if f".layers.{n}." in name and name not in tables] for n in range(4)]
+    resharded(model, [outside, *([name] for name in tables), *layers])
+    hub.repositories[MODEL]["main"] = {path.name: path.read_bytes() for path in model.iterdir()}
+    needed, before, output = smallest(), sent(hub), tmp_path / "streamed"
+    assert needed < source_size(tmp_path)
+    assert command("run", "recipe.yaml", "--output", output, "--stream", "--window", f"{needed}B", *RUN) == 0, (
+        command.err
+    )
+    assert sent(hub) - before <= 1.02 * source_size(tmp_path)
+    assert command("verify", output, "--stream") == 0, command.err
+    assert command("run", "recipe.yaml", "--output", tmp_path / "cached", *RUN) == 0, command.err
+    same(output, tmp_path / "cached")
 
 
 @pytest.mark.slow

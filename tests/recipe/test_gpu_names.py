@@ -101,6 +101,7 @@ def test_a_known_name_is_found_and_a_further_word_is_not_ignored(name: str) -> N
         ("GRID A100-40C", "no GPU GRID A100-40C is known; give"),
         ("4xA100-SXM4-48GB", "this GPU has 40 or 64 or 80 GB, not 48; give the memory of each, as 4x48GiB"),
         ("RTX 4090 48GB", "this GPU has 24 GB, not 48; give the memory of each, as 1x48GiB"),
+        ("AMD Radeon 8060S Graphics", "this GPU has 128 GB; say which, as STRIX-HALO-128"),
         ("Tesla V100", "this GPU has 16 or 32 GB; say which, as V100-16 or V100-32"),
         ("8xH100 80GB HBM3 MIG 3g.40gb", "is a slice of a GPU (MIG); give the memory of such slices, as 8x40GiB"),
         ("MIG 1g.10gb+me", "as 1x10GiB"),
@@ -113,6 +114,19 @@ def test_no_other_size_is_taken_or_suggested(text: str, problem: str) -> None:
     assert problem in str(refused.value)
     remedies = refused.value.remedy.partition(" as ")[2].partition(", or one of ")[0].split(" or ")
     assert all(parse_gpus(remedy).count for remedy in remedies)
+
+
+def test_memory_that_cpu_and_gpu_share_is_known_as_such() -> None:
+    """nvidia-smi prints [N/A] for it."""
+    for name in ("2xGB10", "2xNVIDIA GB10, [N/A]", "2xDGX Spark", "2xNVIDIA GB10, 122570 MiB"):
+        gpus = parse_gpus(name)
+        assert (gpus.count, gpus.sm, gpus.shared, gpus.utilisation) == (2, 121, True, 0.83), name
+        assert 101 < gpus.bytes * gpus.utilisation / 2**30 + 2 < 104
+    for name in ("Strix Halo 128GB", "Ryzen AI Max+ 395 128 GB", "8060S-128", "AMD Instinct MI300A"):
+        assert parse_gpus(name).shared, name
+    assert parse_gpus("Strix Halo 128GB").bytes == 96 * 2**30
+    assert not parse_gpus("RTX PRO 6000").shared
+    assert (parse_gpus("8xAMD Instinct MI355X").bytes, parse_gpus("MI355X").shared) == (288 * 2**30, False)
 
 
 def test_a_card_is_simulated_by_a_gpus_name() -> None:

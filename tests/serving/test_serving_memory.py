@@ -16,14 +16,13 @@ from commands import Command
 
 from quantizers.commands.plan import plan
 from quantizers.formats.packed_integers import Integers
-from quantizers.planning.gpus import Gpus, parse_gpus
+from quantizers.planning.gpus import UTILISATION, Gpus, parse_gpus
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
 from quantizers.serving.host_experts import host_ways
 from quantizers.serving.memory import (
     LITTLE,
     RUNTIME,
-    UTILISATION,
     Model,
     assumptions,
     can_split,
@@ -182,6 +181,7 @@ def test_what_is_no_set_of_gpus(text: str) -> None:
         (("--vram", "2x96GiB", "--tp", "3"), "--tp 3: does not divide the 2 GPUs"),
         (("--vram", "3x96GiB", "--tp", "3"), "--tp 3: 8 key-value heads"),
         (("--vram", "2x96GiB", "--context", "196609"), "this model takes 1 to 196,608 tokens"),
+        (("--vram", "2xGB10", "--ram", "128GB"), "--ram with --vram 2xGB10: CPU and GPU share its memory"),
     ],
 )
 def test_what_is_refused(
