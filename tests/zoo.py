@@ -247,7 +247,6 @@ REFUSED: dict[str, str] = {
         ("nllb_moe", "switch_transformers"),
         "has an encoder, which this program does not compute",
     ),
-    "gpt_oss": "its experts hold gate_up_proj [8, 128, 192], gate_up_proj_bias [8, 192], down_proj [8, 96, 128]",
     "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
     "muse_spark": "its experts hold gate_up_proj [8, 192, 64], down_proj [8, 64, 96], post_expert_norm.weight [64]",
 }
@@ -293,11 +292,11 @@ CLASSES = {
 OF_OTHERS = ("sarvam_mla", "sarvam_moe")
 # transformers itself reads no model of these types with one tensor for each expert's matrix.
 FUSED_ONLY = (
-    "gemma4", "gemma4 with vision", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v4",
-    "hy_v4_vl", "inkling", "lara_mini", "llama4", "llama4 with vision", "longcat_flash", "minimax_m3_vl", "mistral4",
-    "qwen3_vl_moe", "qwen3_vl_moe as published", "step3p7", "step3p7 as published", "zaya",
+    "gemma4", "gemma4 with vision", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+    "hy_v4", "hy_v4_vl", "inkling", "lara_mini", "llama4", "llama4 with vision", "longcat_flash", "minimax_m3_vl",
+    "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published", "step3p7", "step3p7 as published", "zaya",
 )  # fmt: skip
-TRANSPOSED = ("llama4",)  # their experts' matrices
+TRANSPOSED = ("gpt_oss", "llama4")  # their experts' matrices
 # A size that the class works out of others, and does not take.
 WORKED_OUT = {"jetmoe": "num_attention_heads"} | dict.fromkeys(
     ("nemo_speechlm", "nemotron_h", "nemotron_h_omni"), "num_hidden_layers"
@@ -520,7 +519,7 @@ def _fused(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
             for number, part in product(range(8), matrices):
                 matrices[part].append(result.pop(f"{experts}.{number}.{part}.weight").float())
             gate, up, down = (torch.stack(each) for each in matrices.values())
-            both = torch.cat([gate, up], 1)
+            both = torch.stack([gate, up], 2).flatten(1, 2) if name == "gpt_oss" else torch.cat([gate, up], 1)
             if name == "longcat_flash":
                 both = torch.cat([both, both.new_zeros(4, *both.shape[1:])])
             result |= {

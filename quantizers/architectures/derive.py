@@ -593,7 +593,7 @@ def _layer_tensors(skeleton: Skeleton, stored: StoredTensors, number: int, roles
     modules, parameters = dict(layer.named_modules()), layer.state_dict()
     tensors, linears = {}, {}
     for name, place in stored.layers[number].items():
-        if place.parameter.startswith(f"{roles.experts}."):
+        if place.parameter.startswith(f"{roles.experts}.") and not place.parameter.endswith("_bias"):
             continue
         shape, module = parameters[place.parameter].shape, modules.get(place.parameter.removesuffix(".weight"))
         header = stored.header(number, name)
@@ -624,7 +624,7 @@ def _experts(
     prefixes = set()
     for name, place in stored.layers[number].items():
         path, _, parameter = place.parameter.rpartition(".")
-        if path != module:
+        if path != module or parameter not in held:  # biases keep their bytes
             continue
         single, shape = re.fullmatch(r"(.*\.)\d+\.(.+)\.weight", name), stored.header(number, name).shape
         matrix = held[parameter][place.part or 0]

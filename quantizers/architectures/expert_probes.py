@@ -41,7 +41,9 @@ class ExpertsModule:
         self.weighs_inputs = weighs_inputs(module)
         self.held = FUSED if "gate_up_proj" in shapes else WITHOUT_GATE
         self.interleaved = not getattr(module, "is_concatenated", True)
-        known = set(shapes) == set(self.held)
+        biases = {f"{name}_bias" for name in self.held}
+        self.biased = biases <= set(shapes)
+        known = set(shapes) == set(self.held) | (biases if self.biased else set())
         if known:
             reading, down = (shapes[name] for name in self.held)
             readers = len(next(iter(self.held.values())))
@@ -57,8 +59,8 @@ class ExpertsModule:
             held = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
             raise ArchitectureError(
                 model,
-                f"its experts hold {held}, not gate_up_proj [E, 2I, H], or up_proj [E, I, H], and down_proj [E, H, I] "
-                "alone, or each transposed",
+                f"its experts hold {held}, not gate_up_proj [E, 2I, H], or up_proj [E, I, H], and down_proj [E, H, I], "
+                "or each transposed, with or without biases",
                 NOT_QUANTIZED,
             )
 
@@ -69,6 +71,8 @@ class ExpertsModule:
         reading = torch.randn((1 + has_gate) * width, inputs, generator=generator) * inputs**-0.5
         down = torch.randn(inputs, width, generator=generator) * width**-0.5
         scale = torch.exp(0.5 * torch.randn(width, 1, generator=generator))
+        self._biases = [torch.randn(size, generator=generator) * 0.5 for size in (len(reading), inputs)]
+        first_bias, last_bias = (bias.unsqueeze(1) if self.biased else 0.0 for bias in self._biases)
         x = torch.randn(8, inputs, generator=generator)
         weight = torch.rand(8, 1, generator=generator) + 0.5
 
@@ -78,8 +82,8 @@ class ExpertsModule:
             return relative_distance(scaled, self._run(reading, down, rows, weight))
 
         def product(rows: torch.Tensor, gate: Gate) -> float:
-            h = gate(reading @ rows.mT)
-            return relative_distance((down @ h).mT * weight, self._run(reading, down, rows, weight))
+            h = gate(reading @ rows.mT + first_bias)
+            return relative_distance((down @ h + last_bias).mT * weight, self._run(reading, down, rows, weight))
 
         plain = gate_of(self.module, own=False)
         output = self._run(reading, down, x, weight)
@@ -107,6 +111,10 @@ class ExpertsModule:
         for name, matrix in zip(self.held, held, strict=True):
             every = matrix.expand(self.count + self.identities, *matrix.shape)
             setattr(self.module, name, torch.nn.Parameter(every, requires_grad=False))
+        for name, bias in zip(self.held, self._biases, strict=True) if self.biased else ():
+            rearranged = bias.unflatten(0, (2, -1)).mT.flatten() if self.interleaved and name != "down_proj" else bias
+            every = rearranged.expand(self.count, len(bias))
+            setattr(self.module, f"{name}_bias", torch.nn.Parameter(every, requires_grad=False))
         if self.weighs_inputs:  # its rows are those of the first, the last and all between
             blocks = rows.new_zeros(self.count, *rows.shape)
             blocks[0] = rows

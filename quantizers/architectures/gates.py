@@ -3,7 +3,7 @@
 Most compute act(gate) * up, which a scale between w3 and w2 passes through unchanged. Others have a gate of their own,
 clamped or shifted, which lets none through: their module's `_apply_gate`, which all of transformers' ways call.
 Experts without a gate compute act(up). A positive scale s of up's rows comes out of it as s^n where act is homogeneous
-of degree n: relu 1, its square 2. Out of others it does not.
+of degree n: relu 1, its square 2. Out of others it does not. Biases are part of the products.
 
 Legend: I width of an expert, T tokens.
 """
@@ -37,11 +37,15 @@ def gate_of(experts: Any, own: bool) -> Gate:
         activation: Gate = getattr(experts, "act_fn", torch.nn.functional.silu)
         return plain_gate(activation) if first_parameter(experts) == "gate_up_proj" else activation
 
+    in_turns = not getattr(experts, "is_concatenated", True)
+
     def gate(products: torch.Tensor) -> torch.Tensor:
         *batch, double, tokens = products.shape
         h = products.new_empty(*batch, double // 2, tokens)
         for h_chunk, products_chunk in zip(h.split(TOKENS, -1), products.split(TOKENS, -1), strict=True):
-            h_chunk.copy_(experts._apply_gate(products_chunk.mT).mT)
+            rows = products_chunk.mT
+            rows = rows.unflatten(-1, (2, -1)).mT.flatten(-2) if in_turns else rows
+            h_chunk.copy_(experts._apply_gate(rows).mT)
         return h
 
     return gate

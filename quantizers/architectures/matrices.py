@@ -45,6 +45,14 @@ def as_stacked(experts: Any, *, transposed: bool, interleaved: bool) -> tuple[An
     return first, down
 
 
+def bias_of(experts: Any, *, interleaved: bool = False, **_: bool) -> Any:
+    """What a module adds to the products of gate above up, (E, 2I), or of up alone; None for nothing."""
+    bias = getattr(experts, f"{first_parameter(experts)}_bias", None)
+    if bias is None:
+        return None
+    return bias.data.unflatten(-1, (-1, 2)).mT.flatten(-2) if interleaved else bias.data
+
+
 def split_first(stacked: Any, matrices: int) -> tuple[Any, ...]:
     """The matrices (…, I, H) of those that read an expert's input (…, 2I, H), or (…, I, H) of one of two `matrices`."""
     parts: tuple[Any, ...] = stacked.chunk(matrices - 1, dim=-2)

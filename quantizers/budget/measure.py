@@ -43,7 +43,7 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import Gate, gate_of
-from quantizers.architectures.matrices import as_held, as_stacked, matrices_of, split_first
+from quantizers.architectures.matrices import as_held, as_stacked, bias_of, matrices_of, split_first
 from quantizers.checkpoint.loaded_tensors import load_once, outside_names, with_tables
 from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
@@ -222,7 +222,8 @@ class SchemeMeasurement:
         kind = self.job.facts.of_layer(layer.number)
         gate, inner = gate_of(experts, kind.own_gate), bool(settings.awq) and kind.inner > 0
         outer = column_scale(moe_inputs.x) if settings.awq and self.job.plan.folds else None
-        of_expert = partial(scheme_errors, gate=gate, outer=outer, inner=inner, signed=settings.signed)
+        bias = bias_of(experts, **self.job.facts.modules.layout)
+        of_expert = partial(scheme_errors, gate=gate, bias=bias, outer=outer, inner=inner, signed=settings.signed)
         measured = []
         for expert in dist.partition(count):
             measured.append(of_expert(moe_inputs, weights, expert, schemes))
@@ -272,6 +273,7 @@ def scheme_errors(
     schemes: Sequence[ExpertFormat],
     gate: Gate,
     *,
+    bias: torch.Tensor | None = None,
     outer: torch.Tensor | None,
     inner: bool,
     signed: bool = True,
@@ -281,6 +283,7 @@ def scheme_errors(
     Args:
         weights: gate_up (E, 2I, H), or up (E, I, H) without a gate, and down (E, H, I), in the dtype of the forward
             pass.
+        bias: (E, 2I), added to the products of gate above up; None for nothing.
         outer: the scale (H,) of the inputs of gate and up, see `column_scale`; None for none.
         inner: whether the inputs of down are scaled before rounding.
         signed: whether group scales may be negative.
@@ -296,7 +299,8 @@ def scheme_errors(
     rows = chosen.any(-1).nonzero()[:, 0]
     share = (moe_inputs.weight * chosen).sum(-1)[rows].double().square()
     x = moe_inputs.x[rows].float()
-    h, wanted = _forward(x, source, gate)
+    own_bias = None if bias is None else bias[expert].float()
+    h, wanted = _forward(x, source, gate, own_bias)
     scales = dict.fromkeys(source, outer) | {"down": column_scale(h) if inner else None}
     lost = {}
     for scheme in schemes:
@@ -305,7 +309,7 @@ def scheme_errors(
             coarsest = torch.cat([stored[matrix] for matrix in matrices[:-1]]), stored["down"]
         variants = {ALL: stored} | {matrix: source | {matrix: stored[matrix]} for matrix in matrices}
         lost[scheme] = {
-            name: float(((_forward(x, variant, gate)[1] - wanted).double().square().sum(-1) * share).nansum())
+            name: float(((_forward(x, variant, gate, own_bias)[1] - wanted).double().square().sum(-1) * share).nansum())
             for name, variant in variants.items()
         }
     return lost, coarsest
@@ -323,10 +327,12 @@ def _rounded(weight: torch.Tensor, scheme: ExpertFormat, smooth: torch.Tensor | 
     return dequantize(nearest(weight * smooth, scale, scheme.grid), scale) / smooth
 
 
-def _forward(x: torch.Tensor, weights: dict[str, torch.Tensor], gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(
+    x: torch.Tensor, weights: dict[str, torch.Tensor], gate: Gate, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The inputs of down (T, I), and the expert's output (T, H), from (T, H)."""
     products = torch.cat([x @ weight.T for matrix, weight in weights.items() if matrix != "down"], 1)
-    h = gate(products.T).T
+    h = gate((products if bias is None else products + bias).T).T
     return h, h @ weights["down"].T
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from quantizers.architectures.gates import Gate, gate_of
-from quantizers.architectures.matrices import as_stacked
+from quantizers.architectures.matrices import as_stacked, bias_of
 from quantizers.calibration.load_set import load_set, print_notes
 from quantizers.calibration.samples import token_tensors
 from quantizers.device.determinism import ordered
@@ -59,6 +59,7 @@ class Layer:
         norm: (H,) as it is stored, the norm before the experts; None where a fold into it would not be exact.
         offset: added to the stored norm by the model, 0 or 1.
         router: (E, H), or with more rows, where it reads that norm; else None.
+        bias: (E, 2I), added to the products of w1 above w3; None for nothing.
         inner: the degree of h in w3's rows; 0 where no scale between w3 and w2 passes through the gate.
     """
 
@@ -74,6 +75,7 @@ class Layer:
     offset: int
     router: torch.Tensor | None
     inner: int
+    bias: torch.Tensor | None = None
 
     def _chunks(self) -> list[MoeInputs]:
         most = tokens_per_chunk(is_accelerator(self.x.device))
@@ -98,7 +100,8 @@ class Layer:
             routing = routing_statistics(chunks, len(self.down), self.settings.routed_weight, hidden)
             if of == "h":
                 gate_up = self.gate_up[slice(*batch)]
-                return collect_down_hessian(chunks, routing, gate_up, gate=self.gate, batch=batch).hessian[0]
+                bias = None if self.bias is None else self.bias[slice(*batch)]
+                return collect_down_hessian(chunks, routing, gate_up, gate=self.gate, batch=batch, bias=bias).hessian[0]
             of_all, of_routed = sweep(chunks, routing, [batch], hidden, with_all=True)
             return blended_hessian(of_routed[batch], of_all.hessian, routing, batch)[0]
 
@@ -139,6 +142,7 @@ class Layer:
                 router=self.router,
                 shape=(experts, size[0]),
                 gate=self.gate,
+                bias=self.bias,
                 inner=self.inner,
                 settings=settings,
                 batch_size=experts_per_batch(is_accelerator(self.x.device), *size),
@@ -163,8 +167,9 @@ class Layer:
                 / (solved.global_scales[matrix][expert] if matrix in solved.global_scales else 1)
                 for matrix, codes in solved.codes.items()
             )
-            wanted = self.down[expert].float() @ self.gate(self.gate_up[expert].float() @ x.mT)
-            output = w2 @ self.gate(torch.cat(first) @ (x / smooth).mT)
+            bias = 0.0 if self.bias is None else self.bias[expert].float().unsqueeze(-1)
+            wanted = self.down[expert].float() @ self.gate(self.gate_up[expert].float() @ x.mT + bias)
+            output = w2 @ self.gate(torch.cat(first) @ (x / smooth).mT + bias)
             errors.append(((output - wanted) * r).norm() / (wanted * r).norm())
         return torch.stack(errors)
 
@@ -252,4 +257,5 @@ def _layer(job: Job, step: LayerStep, layer: DecoderLayer, inputs: MoeInputStore
         offset=facts.norm.offset if facts.norm else 0,
         router=None if router is None else router.clone(),
         inner=kind.inner,
+        bias=bias_of(experts, **facts.modules.layout),
     )

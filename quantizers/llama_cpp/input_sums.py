@@ -27,7 +27,7 @@ from safetensors.torch import load, save
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.experts_call import arguments_of
 from quantizers.architectures.gates import gate_of
-from quantizers.architectures.matrices import as_stacked
+from quantizers.architectures.matrices import as_stacked, bias_of
 from quantizers.device.devices import is_accelerator
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.model.activation_store import ActivationStore
@@ -240,12 +240,16 @@ def add_experts(
         own_gate: whether it has a gate of its own, see architectures/gates.py.
     """
     gate_up, _ = as_stacked(experts, **layout)
-    gate = gate_of(experts, own_gate)
+    plain, bias = gate_of(experts, own_gate), bias_of(experts, **layout)
+
+    def gate(products: torch.Tensor, expert: int) -> torch.Tensor:
+        return plain(products if bias is None else products + bias[expert].unsqueeze(-1))
+
     chosen = inputs.chosen.long()
     if tokens != "routed":
         sums[GATE].add(inputs.x, slice(None), inputs.usable)
         for expert, weight in enumerate(gate_up):
-            sums[DOWN].add(gate(weight @ inputs.x.mT).mT, expert, inputs.usable)
+            sums[DOWN].add(gate(weight @ inputs.x.mT, expert).mT, expert, inputs.usable)
     if tokens == "all":
         return
     times = ROUTED * len(gate_up) // chosen.shape[1] if tokens == "both" else 1
@@ -256,4 +260,4 @@ def add_experts(
         if len(rows):
             x, usable = inputs.x[rows], inputs.usable[rows]
             sums[GATE].add(x, expert, usable, times)
-            sums[DOWN].add(gate(gate_up[expert] @ x.mT).mT, expert, usable, times)
+            sums[DOWN].add(gate(gate_up[expert] @ x.mT, expert).mT, expert, usable, times)

@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import Matrix, as_held, split_first
+from quantizers.architectures.matrices import Matrix, split_first
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
 from quantizers.formats.dequantization import is_finite, read_weight, refuse_bias, stored_matrix, unchecked_weight
@@ -72,16 +72,17 @@ class ExpertWeights:
                 self._require_shape(module, matrix, stored.shape)
             refuse_bias(self.stored, module)
 
-    def batch(self, experts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, experts: Sequence[int], interleaved: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Some experts, by their numbers: gate_up (c, 2I, H), w1 above w3, and down (c, H, I); not checked yet.
 
-        Without a gate the first is w3 alone, (c, I, H).
+        Without a gate the first is w3 alone, (c, I, H). Rows of w1 and w3 are `interleaved` where a class wants that.
         """
         matrices = self.facts.matrices
         first = (len(experts), (len(matrices) - 1) * self.width, self.hidden)
         shapes = (first, (len(experts), self.hidden, self.width))
         gate_up, down = (torch.empty(shape, device=self.device, dtype=self.dtype) for shape in shapes)
-        for matrix, slot in zip(matrices, (*split_first(gate_up, len(matrices)), down), strict=True):
+        first_slots = (gate_up[:, ::2], gate_up[:, 1::2]) if interleaved else split_first(gate_up, len(matrices))
+        for matrix, slot in zip(matrices, (*first_slots, down), strict=True):
             for expert, weight in zip(experts, slot, strict=True):
                 self._fill(matrix, self.facts.expert(self.layer, expert, matrix), weight)
         return gate_up, down
@@ -165,7 +166,10 @@ def layer_weights(
         routed = ExpertWeights(checkpoint, facts, layer, device, dtype, checks)
         at = facts.modules.experts
         names = (f"{at}.{name}" for name in facts.expert_parameters)
-        weights |= zip(names, as_held(*routed.batch(range(routed.experts)), **facts.modules.layout), strict=True)
+        held = routed.batch(range(routed.experts), facts.modules.interleaved)
+        if facts.modules.transposed:
+            held = held[0].mT, held[1].mT
+        weights |= zip(names, held, strict=True)
     require_finite(checks)
     return weights
 

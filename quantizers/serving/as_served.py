@@ -24,6 +24,7 @@ from torch import Tensor
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.experts_call import replaced_experts
 from quantizers.architectures.gates import Gate, gate_of
+from quantizers.architectures.matrices import bias_of
 from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.formats import e8m0, nvfp4
@@ -124,6 +125,7 @@ def routed_experts(
     *,
     matrices: int = 3,
     experts: int | None = None,
+    biases: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The routed experts of a layer: Σ over the chosen ones of weights · w2(gate(w1 x, w3 x)), (T, H) in bfloat16.
 
@@ -131,6 +133,7 @@ def routed_experts(
         weight: the weight of an expert's matrix, by the numbers of both, and what becomes of its activations.
         x: (T, H) bfloat16. chosen, weights: (T, K).
         matrices: of an expert. experts: those with matrices, if others return what they read.
+        biases: of w1 above w3 (E, 2I), and of w2 (E, H).
     """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
@@ -139,9 +142,10 @@ def routed_experts(
             total.index_add_(0, rows, x[rows].float() * weights[rows, places, None].float())
             continue
         *first, (w2, how_then) = (weight(expert, matrix) for matrix in range(matrices))
-        products = linear(x[rows], torch.cat([matrix for matrix, _ in first]), None, first[0][1])
+        bias, bias_then = (None, 0.0) if biases is None else (biases[0][expert], biases[1][expert].float())
+        products = linear(x[rows], torch.cat([matrix for matrix, _ in first]), bias, first[0][1])
         h = gate(products.float().mT).mT.to(x.dtype)
-        output = rounded_activations(h, how_then) @ w2.mT * weights[rows, places, None].float()
+        output = (rounded_activations(h, how_then) @ w2.mT + bias_then) * weights[rows, places, None].float()
         total.index_add_(0, rows, output.to(x.dtype).float())  # rounded once, with its weight
     return total.to(x.dtype)
 
@@ -212,16 +216,17 @@ class ServedModel(StreamedModel):
 
     def _routed(self, layer: DecoderLayer, files: Checkpoint) -> Callable[..., Tensor]:
         facts, number = self.facts, layer.number
-        gate = gate_of(self._experts(layer), facts.of_layer(number).own_gate)
+        experts: Any = self._experts(layer)
+        gate, bias = gate_of(experts, facts.of_layer(number).own_gate), bias_of(experts, **facts.modules.layout)
+        biases = None if bias is None else (bias, experts.down_proj_bias.data)
+        others: dict[str, Any] = {"matrices": len(facts.matrices), "experts": facts.num_experts, "biases": biases}
 
         def weight(expert: int, matrix: int) -> tuple[Tensor, Rounding]:
             name = facts.matrices[matrix]
             shape = facts.expert_linears[name].shape
             return self._multiplied(files, "experts", facts.expert(number, expert, name), shape)
 
-        return lambda *args, **kwargs: routed_experts(
-            weight, gate, *args, *kwargs.values(), matrices=len(facts.matrices), experts=facts.num_experts
-        )
+        return lambda *args, **kwargs: routed_experts(weight, gate, *args, *kwargs.values(), **others)
 
     def logits(self, products: Tensor) -> Tensor:
         """The logits (T, V), rounded to bfloat16 as a server's head leaves them."""

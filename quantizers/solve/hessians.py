@@ -159,6 +159,7 @@ def collect_down_hessian(
     *,
     gate: Gate,
     batch: ExpertBatch,
+    bias: Tensor | None = None,
     source: Tensor | None = None,
     every: int = 1,
     with_largest: bool = False,
@@ -168,6 +169,7 @@ def collect_down_hessian(
     Args:
         gate_up: (c, 2I, H), w1 above w3, in the dtype of x; rounded or not. Or w3 alone, see gates.py.
         source: of the same shape and dtype: the weights that `gate_up` was rounded from, for `changes`.
+        bias: (c, 2I), added to the products; None for nothing.
         every: read every n-th token chunk only.
         with_largest: whether `largest` is asked for.
     """
@@ -191,7 +193,8 @@ def collect_down_hessian(
             products = gate_up.new_empty(count * gate_up.shape[1], len(chunk.x))
         with phase("forced pass"):
             torch.mm(gate_up.flatten(0, 1), chunk.x.mT, out=products)
-            h = gate(products.view(count, gate_up.shape[1], -1))
+            of_expert = products.view(count, gate_up.shape[1], -1)
+            h = gate(of_expert if bias is None else of_expert.add_(bias.unsqueeze(-1)))
             good = usable_rows(h, 1) & chunk.usable  # (c, T); in the other rows h is meaningless
         with phase("Hessians"):
             # √w in the dtype of h, so that one operand serves both sides of the sum; and w is its square.
@@ -204,7 +207,8 @@ def collect_down_hessian(
         if source is not None and changes is not None:
             with phase("changes"):
                 for gathered in routing.tables[number].routed(*batch) if number % step == 0 else ():
-                    wanted = gate(torch.bmm(source, rows_of(chunk.x, gathered[0]).mT))  # (c, I, m)
+                    wanted = torch.bmm(source, rows_of(chunk.x, gathered[0]).mT)
+                    wanted = gate(wanted if bias is None else wanted.add_(bias.unsqueeze(-1)))  # (c, I, m)
                     routed_mass += _add_changes(changes, h, good, wanted, gathered)
                     del wanted
         with phase("Hessians"):

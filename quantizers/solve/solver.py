@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import Gate, gate_of
-from quantizers.architectures.matrices import MATRICES, Matrix, first_parameter, matrices_of, split_first
+from quantizers.architectures.matrices import MATRICES, Matrix, bias_of, first_parameter, matrices_of, split_first
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.device.timing import phase
@@ -64,6 +64,7 @@ def solve(
     router: Tensor | None,
     shape: Sequence[int],
     gate: Gate,
+    bias: Tensor | None = None,
     inner: int = 1,
     settings: Experts,
     batch_size: int,
@@ -80,6 +81,7 @@ def solve(
         shape: E and H.
         inner: the degree n of h in w3's rows, see gates.py: AWQ's scale s between w3 and w2 is s^(1/n) of w3. 0 where
             none passes through the gate.
+        bias: (E, 2I), what the model adds to the products of w1 above w3; None for nothing. It keeps its numbers.
         batch_size: experts of an expert batch.
         dist: each process solves its share of the expert batches, which are those of one process, so that not even the
             shape of a matmul differs; all of them get the whole result.
@@ -108,7 +110,7 @@ def solve(
             folded, smooth = fold_norm(norm, scale, offset)
         router_weight = router.float() * smooth if router is not None else None
     within = settings if inner else settings.model_copy(update={"awq": False})
-    solve_next = partial(solve_batch, cache, weights, smooth, gate, within, degree=inner)
+    solve_next = partial(solve_batch, cache, weights, smooth, gate, within, degree=inner, bias=bias)
     results = [cache.within_memory(partial(solve_next, batches[first:])) for first in range(len(batches))]
     # Emptied on the way, so that nothing is in memory twice.
     rows = {name: torch.cat([result.pop(name) for result in results]) for name in list(results[0] if results else ())}
@@ -145,6 +147,7 @@ def solve_batch(
     waiting: Sequence[ExpertBatch],
     *,
     degree: int = 1,
+    bias: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Scale and round the first of the waiting expert batches.
 
@@ -162,7 +165,9 @@ def solve_batch(
     with phase("Hessians"):
         hessian = blended_hessian(hessian, cache.of_all.hessian, routing, batch)
         fold_hessian(hessian, smooth)
-    collect = partial(collect_down_hessian, cache.chunks, routing, gate=gate, batch=batch)
+    if bias is not None:
+        bias = bias[routing.numbers[slice(*batch)]]
+    collect = partial(collect_down_hessian, cache.chunks, routing, gate=gate, batch=batch, bias=bias)
     numbers = _zero_groups(source, down, settings.group_size)
     gate_up, down = source * smooth, down.float()
     matrices = matrices_of(source, down)
@@ -374,6 +379,7 @@ def solve_layer(
             router=router,
             shape=(facts.num_experts, facts.expert_inputs),
             gate=gate_of(experts, kind.own_gate),
+            bias=bias_of(experts, **facts.modules.layout),
             inner=kind.inner,
             settings=settings,
             batch_size=experts_per_batch(accelerator, facts.expert_inputs, facts.expert_width),
