@@ -186,6 +186,29 @@ def rewrite_as(plain: Path, folder: Path, layout: str, chosen: Callable[[str], b
     return rewrite(folder, config | form.config, made)
 
 
+# As openai/gpt-oss-20b says it.
+GPT_OSS = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+}  # fmt: skip
+
+
+def rewrite_as_gpt_oss(plain: Path, folder: Path) -> Path:
+    """A copy of a gpt-oss in bfloat16 as it is published: the experts of a layer in MXFP4, and not transposed."""
+    config, tensors = stored(shutil.copytree(plain, folder))
+    made = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            made[name] = tensor
+            continue
+        codes, scales = zip(*(mx(matrix, 4) for matrix in tensor.mT), strict=True)
+        made[f"{name}_blocks"] = torch.stack(codes).unflatten(2, (-1, 16))
+        made[f"{name}_scales"] = torch.stack(scales)
+    return rewrite(folder, config | {"quantization_config": GPT_OSS}, made)
+
+
 # Numbers -------------------------------------------------------------------------------------------------------------
 
 
@@ -232,7 +255,11 @@ def weights_of(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json, and every parameter of a rewritten checkpoint as a number."""
     config, tensors = stored(folder)
     scaled = ("weight_scale_inv", "weight_scale", "scale", "weight_scale_2", "input_scale", "weight_packed")
-    weights = {name: t for name, t in tensors.items() if not name.endswith(tuple(f".{last}" for last in scaled))}
+    ends = (*(f".{last}" for last in scaled), "_blocks", "_scales")
+    weights = {name: t for name, t in tensors.items() if not name.endswith(ends)}
+    for base in {name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")}:
+        pairs = zip(tensors[f"{base}_blocks"].flatten(2), tensors[f"{base}_scales"], strict=True)
+        weights[base] = torch.stack([numbers({"weight": codes, "scale": scale}).mT for codes, scale in pairs])
     for module in {name.rpartition(".")[0] for name in tensors if name.endswith(tuple(f".{s}" for s in scaled[:3]))}:
         parts = {last: tensors[f"{module}.{last}"] for last in ("weight", *scaled) if f"{module}.{last}" in tensors}
         weights[f"{module}.weight"] = numbers(parts)

@@ -14,7 +14,7 @@ import torch
 import zoo
 from calibration_tokenizer import write_tokenizer
 from commands import Command
-from low_bits import HF_QUANT, LAYOUTS, rewrite_as, weights_of
+from low_bits import HF_QUANT, LAYOUTS, rewrite_as, rewrite_as_gpt_oss, weights_of
 from sets import rows_set
 from source_forms import write_plain
 from whole_models import compared, run_whole
@@ -51,21 +51,26 @@ def test_a_model_measures_as_the_whole_model_does(family: str, layout: str, tmp_
     assert same.as_dict()["perplexity"]["source"] == pytest.approx(float(wanted.nll[1].mean().exp()), rel=1e-6)
 
 
-@pytest.mark.slow
 @torch.no_grad()
-def test_deepseek_v4_measures_as_the_whole_model_does_under_its_own_names(tmp_path: Path) -> None:
-    """Its experts are in MXFP4, and its attention in blocks of which some have 32 columns."""
-    plain = zoo.save("deepseek_v4", tmp_path / "plain")
-    other = rewrite_as(plain, tmp_path / "other", "MXFP4 of DeepSeek")
+@pytest.mark.parametrize("name", [pytest.param("deepseek_v4", marks=pytest.mark.slow), "gpt_oss"])
+def test_models_in_mxfp4_measure_as_whole_models_do_under_their_own_names(name: str, tmp_path: Path) -> None:
+    """With experts in tensors of their own and attention in E8M0 blocks; with all experts of a layer in blocks."""
+    plain = zoo.save(name, tmp_path / "plain")
+    if name == "gpt_oss":
+        other = rewrite_as_gpt_oss(plain, tmp_path / "other")
+    else:
+        other = rewrite_as(plain, tmp_path / "other", "MXFP4 of DeepSeek")
     data = rows_set(tmp_path, TEXTS, sequence_length=64)
     (text,) = (torch.from_numpy(sample.tokens).long() for sample in load_set(data, str(plain)).samples)
     (measured,) = measure(open_folder(plain), [open_folder(other)], data, CPU, tmp_path / "work")
     p, q = (
-        torch.log_softmax(zoo.whole_model("deepseek_v4", *weights_of(folder))(text[None]).logits[0].double(), -1)[:-1]
+        torch.log_softmax(zoo.whole_model(name, *weights_of(folder))(text[None]).logits[0].double(), -1)[:-1]
         for folder in (plain, other)
     )
     assert measured.as_dict()["kl"]["mean"] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), abs=1e-6)
     assert measured.as_dict()["kl"]["mean"] > 1e-3
+    (same,) = measure(open_folder(other), [open_folder(other)], data, CPU, tmp_path / "same")
+    assert same.as_dict()["kl"]["mean"] == 0
 
 
 def test_coverage_and_the_importance_matrix_read_them(tmp_path: Path, command: Command) -> None:
