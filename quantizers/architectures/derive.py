@@ -23,7 +23,6 @@ from quantizers.system.errors import ArchitectureError
 from .architecture import EXPERTS, ROUTER, Architecture, Family, HandedFacts, Stored
 from .config_class import config_of, refusal, rotated_channels
 from .contradictions import FACTOR, refuse_another_type
-from .matrices import FUSED, PROJECTIONS, WITHOUT_GATE, Matrix
 from .roles import (
     EXACT,
     TOKENS,
@@ -48,6 +47,7 @@ from .stored_tensors import (
     refuse_more_layers,
     require_complete,
     sort_out,
+    stored_experts,
     tied_parameters,
 )
 from .whole_class import model_class
@@ -62,7 +62,7 @@ KEYS = {
     "identities": ("zero_expert_num",),  # experts without matrices
     "chosen": ("num_experts_per_tok",),
     "hidden": ("hidden_size",),
-    "latent": ("moe_latent_size",),  # where the experts read fewer numbers than a state has
+    "latent": ("moe_latent_size", "moe_hidden_size"),  # where the experts read fewer numbers than a state has
     "width": ("moe_intermediate_size", "intermediate_size"),
     "vocabulary": ("vocab_size",),
     "heads": ("num_attention_heads",),
@@ -160,7 +160,7 @@ def _described(
         "handed": handed and handed.model_dump(),
         "tokens": bool(call.tokens),
         "streams": call.states[0, 0].numel() // sizes["hidden"]["value"],
-        **_experts(stored, first, roles.experts, experts, down),
+        **stored_experts(stored, first, roles.experts, experts, down),
         "norm": _norm(stored, roles),
         "router": {
             "tensor": stored.published(router),
@@ -603,48 +603,3 @@ def _layer_tensors(skeleton: Skeleton, stored: StoredTensors, number: int, roles
         else:
             tensors[name] = _tensor(shape, header, place, stored)
     return {"tensors": tensors, "linears": linears}
-
-
-def _experts(
-    stored: StoredTensors,
-    number: int,
-    module: str,
-    parameters: Mapping[str, torch.nn.Parameter],
-    down: Sequence[int],
-) -> dict[str, Any]:
-    """The facts about the names and shapes of the routed experts' matrices; refuses a layout that is not known here.
-
-    Tensors of all experts may have any names: transformers' rules say which parameter they are, or which part of it.
-    """
-    _, hidden, width = down
-    shapes = {"gate": [width, hidden], "up": [width, hidden], "down": [hidden, width]}
-    held = FUSED if "gate_up_proj" in parameters else WITHOUT_GATE
-    names: dict[Matrix, str] = {}
-    fused: dict[str, list[Matrix]] = {}
-    prefixes = set()
-    for name, place in stored.layers[number].items():
-        path, _, parameter = place.parameter.rpartition(".")
-        if path != module or parameter not in held:  # biases keep their bytes
-            continue
-        single, shape = re.fullmatch(r"(.*\.)\d+\.(.+)\.weight", name), stored.header(number, name).shape
-        matrix = held[parameter][place.part or 0]
-        if single:
-            names[matrix] = single[2]
-            prefixes.add(single[1])
-        elif name.endswith(f".{parameter}") and place.part is None:
-            prefixes.add(name.removesuffix(parameter))
-        elif place.part is None and shape == parameters[parameter].shape:
-            fused[name] = [*held[parameter]]
-        elif list(shape[1:]) == shapes[matrix] and hidden != width:  # else nothing tells it from a transposed one
-            fused[name] = [matrix]
-        else:
-            raise ArchitectureError(
-                "",
-                f"{stored.prefix}{number}.{name} holds the experts in a layout of its own, {list(shape)}; this "
-                "program cannot read it",
-                "give a checkpoint with one tensor for each expert's matrix",
-            )
-    (prefix,) = prefixes or {f"{module}."}
-    matrices = [matrix for parts in held.values() for matrix in parts]
-    linears = {m: {"name": names.get(m, PROJECTIONS[m]), "shape": shapes[m]} for m in matrices}
-    return {"expert_prefix": prefix + "{expert}.", "expert_linears": linears, "fused": fused}

@@ -6,12 +6,13 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from quantizers.system.errors import ArchitectureError
 
+from .matrices import FUSED, PROJECTIONS, WITHOUT_GATE, Matrix
 from .skeleton import FAILURES, NOT_QUANTIZED, Place, Skeleton
 
 SCALES = ("_scale_inv", "_scale")  # what follows the name of an FP8 weight in that of its scale
@@ -269,3 +270,48 @@ def refuse_more_layers(skeleton: Skeleton, stored: StoredTensors) -> None:
                 f"({stored.prefix}{number}), complete as the others",
                 "correct the key, or remove what is not meant",
             )
+
+
+def stored_experts(
+    stored: StoredTensors,
+    number: int,
+    module: str,
+    parameters: Mapping[str, torch.nn.Parameter],
+    down: Sequence[int],
+) -> dict[str, Any]:
+    """The facts about the names and shapes of the routed experts' matrices; refuses a layout that is not known here.
+
+    Tensors of all experts may have any names: transformers' rules say which parameter they are, or which part of it.
+    """
+    _, hidden, width = down
+    shapes = {"gate": [width, hidden], "up": [width, hidden], "down": [hidden, width]}
+    held = FUSED if "gate_up_proj" in parameters else WITHOUT_GATE
+    names: dict[Matrix, str] = {}
+    fused: dict[str, list[Matrix]] = {}
+    prefixes = set()
+    for name, place in stored.layers[number].items():
+        path, _, parameter = place.parameter.rpartition(".")
+        if path != module or parameter not in held:  # biases keep their bytes
+            continue
+        single, shape = re.fullmatch(r"(.*\.)\d+\.(.+)\.weight", name), stored.header(number, name).shape
+        matrix = held[parameter][place.part or 0]
+        if single:
+            names[matrix] = single[2]
+            prefixes.add(single[1])
+        elif name.endswith(f".{parameter}") and place.part is None:
+            prefixes.add(name.removesuffix(parameter))
+        elif place.part is None and shape == parameters[parameter].shape:
+            fused[name] = [*held[parameter]]
+        elif list(shape[1:]) == shapes[matrix] and hidden != width:  # else nothing tells it from a transposed one
+            fused[name] = [matrix]
+        else:
+            raise ArchitectureError(
+                "",
+                f"{stored.prefix}{number}.{name} holds the experts in a layout of its own, {list(shape)}; this "
+                "program cannot read it",
+                "give a checkpoint with one tensor for each expert's matrix",
+            )
+    (prefix,) = prefixes or {f"{module}."}
+    matrices = [matrix for parts in held.values() for matrix in parts]
+    linears = {m: {"name": names.get(m, PROJECTIONS[m]), "shape": shapes[m]} for m in matrices}
+    return {"expert_prefix": prefix + "{expert}.", "expert_linears": linears, "fused": fused}
