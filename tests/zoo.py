@@ -250,6 +250,10 @@ REFUSED: dict[str, str] = {
     "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
     "muse_spark": "its experts hold gate_up_proj [8, 192, 64], down_proj [8, 64, 96], post_expert_norm.weight [64]",
 }
+MODELS = Path(transformers.__file__).parent / "models"
+# This class of transformers 5.24 fails behind its layers: what its text model returns has no such attribute.
+if "outputs.image_outputs" in (MODELS / "llama4/modeling_llama4.py").read_text():
+    REFUSED["llama4 with vision"] = "has no attribute 'image_outputs'"
 # Types that a later transformers than the installed one has are none here. Several types may share a module.
 MODULES = {*CONFIG_MAPPING_NAMES, *map(model_type_to_module_name, CONFIG_MAPPING_NAMES)}
 LATER = {name for name in (*TYPES, *REFUSED) if name.partition(" ")[0] not in MODULES}
@@ -311,7 +315,7 @@ def found() -> dict[str, tuple[str, ...]]:
     """
     result = {}
     for name in sorted({model_type_to_module_name(model_type) for model_type in CONFIG_MAPPING_NAMES}):
-        file = Path(transformers.__file__).parent / "models" / name / f"modeling_{name}.py"
+        file = MODELS / name / f"modeling_{name}.py"
         text = file.read_text() if file.is_file() else ""
         whole = re.findall(r"^class (\w+For(?:CausalLM|ConditionalGeneration))\(", text, re.MULTILINE)
         if whole and re.search(r"^class \w*Experts\w*\(", text, re.MULTILINE):

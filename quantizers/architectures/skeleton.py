@@ -229,6 +229,7 @@ class Skeleton:
         def zeros(ids: torch.Tensor) -> torch.Tensor:
             return torch.zeros(*ids.shape, table.weight.shape[-1], dtype=self.dtype, device=self.device)
 
+        furthest, reason = -1, ""  # the failure that says most
         for entries in range(MOST_ENTRIES + 1):  # of what a layer returns; 0: its states, in no tuple
             calls: list[Call] = []
             logits: torch.Tensor | None = None
@@ -245,7 +246,8 @@ class Skeleton:
             except torch.OutOfMemoryError:
                 raise
             except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as failure:
-                reason = " ".join(str(failure).split())
+                if len(calls) > furthest:
+                    furthest, reason = len(calls), " ".join(str(failure).split())
         raise ArchitectureError(
             self.name,
             f"it cannot run with layers that pass their states on ({reason}), or without more than text",

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch.utils._pytree import tree_flatten
 
 from quantizers.architectures.skeleton import Skeleton
+from quantizers.system.errors import ArchitectureError
 
 QUICK = ("gemma4 with vision", "glm_moe_dsa", "inkling", "mimo_v2_flash")
 # Types that are built, but whose layers have no module of experts.
@@ -105,3 +106,11 @@ def test_every_stored_tensor_has_a_place_and_every_parameter_a_tensor(name: str,
     assert filled <= skeleton.parameters.keys()
     left = skeleton.parameters.keys() - filled - set(skeleton.model.all_tied_weights_keys)
     assert [one for one in sorted(left) if name not in SPLIT or SPLIT[name] not in one] == []
+
+
+def test_layers_that_are_called_again_are_refused() -> None:
+    skeleton = skeleton_of("olmoe")
+    skeleton.model.model.layers = torch.nn.ModuleList([*skeleton.layers, *skeleton.layers[2:]])
+    skeleton.config.num_hidden_layers += 2
+    with pytest.raises(ArchitectureError, match="layer 2 is called as number 4, since layers are called again"):
+        skeleton.require_layers_alone(8)

@@ -121,6 +121,7 @@ REFUSED = {
     "glm_moe_dsa": SPARSE,
     "hy_v4": "no valid sparse MLA backend is available",
     "inkling": "failed to be inspected",  # it imports numba
+    "kimi_k25": "Can't load image processor",
     "kimi_linear": "No module named 'cutlass'",
     "minimax": "Layer 0 (linear_attention) does not dispatch through the Transformers attention interface",
     "minimax_m3_vl with vision": "object has no attribute 'img_token_compression_config'",
@@ -130,7 +131,16 @@ REFUSED = {
     "qwen4_exp with vision": "'Qwen4ExpVisionConfig' object has no attribute 'deepstack_visual_indexes'",
     "step3p7": "'Step3p7VisionConfig' object has no attribute 'output_dim'",
     "step3p7 as published": "'Step3p7VisionConfig' object has no attribute 'output_dim'",
-}
+    # Its transformers 5.19 does not have these types.
+    **dict.fromkeys(
+        (
+            "bailing_hybrid", "beam", "dots3_note", "flint", "hy_v4_vl", "kolibri1", "lara_mini", "mistral_large4",
+            "sarvam_mla", "sarvam_moe",
+        ),
+        "Transformers does not recognize this architecture",
+    ),
+    **dict.fromkeys(("dots3_note with vision", "unlimited_ocr"), "does not have `num_attention_heads` attribute"),
+}  # fmt: skip
 # Together they have every naming of experts and every way in which vLLM holds what is kept; and one that it refuses.
 IN_CI = (
     "afmoe", "gemma4", "granitemoehybrid", "hunyuan_v1_moe", "jamba", "laguna", "mimo_v2_flash", "minimax",
