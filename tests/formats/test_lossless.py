@@ -1,4 +1,4 @@
-"""Lossless conversion: which values each format holds, by slow references, and what the library reads of its tensors."""
+"""Lossless conversion: the values that each format holds, by slow references and by other readers of its tensors."""
 
 from __future__ import annotations
 
