@@ -48,9 +48,16 @@ class Off:
 
 
 SIZES: dict[str, Any] = {"experts.bits": None, "experts.group_size": None}
+# What a conversion excludes: it rounds nothing, and computes nothing on texts.
+OF_QUANTIZING = (
+    *("experts.format", "experts.bits", "experts.group_size", "experts.symmetric", "experts.engine", "experts.awq"),
+    *("experts.routed_weight", "experts.scales", "experts.scales_sign", "experts.rounding"),
+    *("calibration", "kv_cache", "verify"),
+)
 OFF = {
     "source.facts": Off("facts.yaml", "the built-in spec is used"),
     "calibration.tokens": Off("131072", "the whole set is used"),
+    "experts.convert": Off("bf16", "excludes all other keys of experts, and three more", dict.fromkeys(OF_QUANTIZING)),
     "experts.budget": Off("125GiB", "excludes bits, group_size and bits_per_weight", SIZES),
     "experts.bits_per_weight": Off("4.25", "excludes bits, group_size and budget", SIZES),
     "experts.tensor_parallel": Off("2", "belongs to budget or bits_per_weight", SIZES | {"experts.budget": "125GiB"}),

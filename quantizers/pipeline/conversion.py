@@ -219,14 +219,15 @@ def _proven(
                 f"{job.path}: {where}",
                 f"{action.source} does not fit: row {first.row}, column {first.column} is {first.wanted:.9g} and would "
                 f"become {first.stored:.9g}",
-                _instead(weights) if routed else "remove the key, so that it keeps its bytes",
+                _instead(matrices, weights) if routed else "remove the key, so that it keeps its bytes",
             )
     return made
 
 
-def _instead(weights: Sequence[torch.Tensor]) -> str:
+def _instead(matrices: Sequence[Action], weights: Sequence[torch.Tensor]) -> str:
     """The remedy where a target does not hold an expert's matrices: those that do, as far as these tell."""
-    others = holding(weights)
+    already = {action.stored.form for action in matrices if action.stored}
+    others = [name for name in holding(weights) if TARGETS[name].form not in already]
     if others:
         return f"give {' or '.join(others)}, which hold{'s' * (not others[1:])} it, or quantize instead"
     return "none of the formats holds it: quantize instead"

@@ -28,11 +28,14 @@ def planned_check(job: Job, one_expert: bool = False) -> ServingCheck:
         single = facts.sizes["experts"].model_copy(update={"value": 1})
         facts = facts.model_copy(update={"sizes": facts.sizes | {"experts": single}})
     checked = check(output_config(job.config, job.facts, job.plan), written, facts)
+    remedy = "give a source in which what servers fuse is stored alike"
+    if job.recipe.experts.convert == "bf16" and job.recipe.attention == "keep":
+        remedy = "give attention: bf16 as well"
     for error in checked.errors:
         where = job.source.folder if job.source and not job.source.remote else job.location
         raise CheckpointError(
             where,
             f"of this source no output can be made that servers read: {error.sentence}",
-            "give a source in which what servers fuse is stored alike",
+            remedy,
         )
     return checked

@@ -1,4 +1,4 @@
-"""Lossless conversion: the values that each format holds, by slow references, and what the library reads of them."""
+"""Lossless conversion: the values that each format holds, by slow references and by other readers of its tensors."""
 
 from __future__ import annotations
 
