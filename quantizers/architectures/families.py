@@ -16,7 +16,7 @@ from quantizers.system.errors import ArchitectureError
 from quantizers.system.schema import load
 from quantizers.system.strict_yaml import parse
 
-from .architecture import Architecture, Family, Known, Published, Stored
+from .architecture import Architecture, Facts, Family, Known, Published, Stored
 
 FOLDER = Path(__file__).parent
 
@@ -113,11 +113,32 @@ def all_published() -> Iterator[tuple[Family, Published]]:
             yield entry, size.model_copy(update={"config": _merged(entry.config, size.config)})
 
 
+class _OfAType(Facts):
+    """config.json of models of a type without a file about its family, published/*.yaml."""
+
+    class Size(Facts):
+        models: list[str]
+        config: dict[str, Any] = {}
+
+    config: dict[str, Any]
+    published: list[Size]
+
+
+@cache
+def _configs() -> dict[str, dict[str, Any]]:
+    """config.json of every model on the Hub of which it is kept."""
+    kept = {model: size.config for _, size in all_published() for model in size.models}
+    for path in sorted((FOLDER / "published").glob("*.yaml")):
+        of_type = _OfAType.model_validate(parse(path)[0])
+        kept |= {name: _merged(of_type.config, size.config) for size in of_type.published for name in size.models}
+    return kept
+
+
 def published_config(model: str) -> dict[str, Any] | None:
     """config.json kept here for a model on the Hub, to plan without a network; None for other models."""
-    return next((size.config for _, size in all_published() if model in size.models), None)
+    return _configs().get(model)
 
 
 def published_models() -> list[str]:
     """Every model on the Hub whose config.json we keep."""
-    return [model for _, size in all_published() for model in size.models]
+    return list(_configs())

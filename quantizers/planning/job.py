@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import architecture_for, published_config
+from quantizers.architectures.families import architecture_for, known, published_config
 from quantizers.checkpoint.loaded_tensors import layer_names, with_tables
 from quantizers.checkpoint.reader import (
     CONFIG,
@@ -36,7 +36,7 @@ from quantizers.recipe.read import (
     source_location,
 )
 from quantizers.recipe.schema import Recipe
-from quantizers.system.errors import CheckpointError, RecipeError
+from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 from quantizers.system.extras import lacking
 
 from .allocation import Allocation, allocation
@@ -141,8 +141,10 @@ def prepare(
         source = split_fused_experts(source, facts)
         tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
     else:
-        facts = architecture_for(config, config_name, facts_file)
-        tensors = split_fused(expected_tensors(facts, config, where), facts, where)
+        of_class = facts_file is None and config.get("model_type") not in known()
+        expected = _of_class(config, config_name) if of_class else None
+        facts = architecture_for(config, config_name, facts_file, expected)
+        tensors = split_fused(expected or expected_tensors(facts, config, where), facts, where)
     plan = make_plan(
         facts,
         tensors,
@@ -172,6 +174,16 @@ def _refuse_few_bits(plan: Plan, recipe: Recipe, where: str) -> None:
     few = [form for form in plan.source_experts if form.weight_bits <= FEW_BITS]
     if few and not _accepted(recipe):
         raise CheckpointError(where, f"its experts are stored as {few[0]}: {ALREADY}", ACCEPT)
+
+
+def _of_class(config: dict[str, Any], where: str) -> dict[str, Spec]:
+    """The tensors that the class of a config.json, whose path is `where`, would write."""
+    from quantizers.architectures.class_tensors import class_tensors  # takes seconds: transformers is imported with it
+
+    try:
+        return {name: Spec(header.dtype, header.shape) for name, header in class_tensors(config).items()}
+    except ArchitectureError as failure:
+        raise ArchitectureError(where, failure.without_remedy, failure.remedy) from None
 
 
 def parts_of_run(
@@ -251,8 +263,10 @@ def _without_headers(
     if folder.is_dir() or (cached_folder(location, recipe.source.revision) is not None and not hub):
         return None
     built_in = None if hub or facts_file is not None else published_config(location)
-    if built_in is not None:
+    if built_in is not None and built_in.get("model_type") in known():
         return built_in, f"the built-in architecture spec of {location} (its files are not on this machine)"
+    if built_in is not None:
+        return built_in, f"config.json of {location} as kept here, and its class: what this does not load is not counted"
     is_hub_id = not location.startswith((".", "/", "~")) and location.count("/") == 1
     return HEADERS if is_hub_id else None  # `locate` reports what is neither
 
