@@ -266,7 +266,10 @@ def _without_headers(
     if built_in is not None and built_in.get("model_type") in known():
         return built_in, f"the built-in architecture spec of {location} (its files are not on this machine)"
     if built_in is not None:
-        return built_in, f"config.json of {location} as kept here, and its class: what this does not load is not counted"
+        return (
+            built_in,
+            f"config.json of {location} as kept here, and its class: what this does not load is not counted",
+        )
     is_hub_id = not location.startswith((".", "/", "~")) and location.count("/") == 1
     return HEADERS if is_hub_id else None  # `locate` reports what is neither
 
