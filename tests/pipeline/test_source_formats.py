@@ -31,7 +31,7 @@ INT4 = "INT4 of compressed-tensors"
 QUICK = ("MXFP8 of MiniMax", "MXFP4 of DeepSeek", INT4)
 EXPERTS = {"MXFP8": "MXFP8", "MXFP4": "MXFP4", "NVFP4": "ModelOpt's NVFP4 W4A4", "E8M0 ": "FP8 block 128x128"}
 # What no config group of compressed-tensors describes must be converted, and is everywhere here.
-CONVERTED = ("MXFP4 of Quark", "NVFP4 of ModelOpt", "NVFP4 of ModelOpt, declared beside")
+CONVERTED = ("NVFP4 of ModelOpt", "NVFP4 of ModelOpt, declared beside")
 
 
 class Made(runs.Made):
