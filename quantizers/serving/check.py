@@ -148,6 +148,11 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     remarks += _name_remarks(tensors, stored, modules, facts)
     table = {STORED: _by_kind((m.kind, describe(stored[m.name], m.shape)) for m in modules if m.name in stored)}
     packed = any(PACKED in parts for parts in stored.values())
+    if packed and facts.model_type in NO_MATRICES:
+        problem = (
+            "its class in vLLM reads experts as published alone, in MXFP4, and passes over an expert's own matrices"
+        )
+        remarks.append(("warning", VLLM_NAMES, facts.model_type, problem, GARBAGE))
     rules = _read_section(section, packed, facts.section_keys, remarks)
     if rules is None:
         return ServingCheck(table, findings_of(remarks))
@@ -159,11 +164,6 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     lookups = {server.name: list(engines.server_lookups(server, facts, rules, modules)) for server in servers}
     if engines.UNKNOWN_SERVER in servers:
         remarks.append(("warning", SERVER_NAMES, facts.model_type, NOT_CHECKED, MAY_SERVE))
-    if facts.model_type in NO_MATRICES:
-        problem = (
-            "its class in vLLM reads experts as published alone, in MXFP4, and passes over each expert's own matrices"
-        )
-        remarks.append(("warning", VLLM_NAMES, facts.model_type, problem, GARBAGE))
     lookups[TRANSFORMERS] = list(engines.transformers_lookups(facts, rules, modules))
     one_scheme = len({lookup.scheme for lookup in lookups[servers[0].name] if lookup.kind == EXPERTS} - {None}) < 2
     if not one_scheme:

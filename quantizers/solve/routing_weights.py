@@ -146,10 +146,11 @@ def _of_chunk(chunk: MoeInputs, experts: int) -> tuple[Tensor, Tensor, Tensor, T
     counted = (route_counts(index, experts + 1)[:experts] for index in (listed, known))
     counts = torch.cat([*counted, chunk.usable.sum().view(1)])
     # scatter_add_, as in route_counts, is for whole numbers only: a GPU adds in the order in which its threads
-    # come. A token chooses an expert at most once, so here every number but zeros has an element of its own.
-    table = torch.zeros(len(chosen), experts, dtype=torch.float64, device=chosen.device)
-    square = chunk.weight.double().square().masked_fill_(chosen >= experts, 0)  # of experts without matrices
-    squares = table.scatter_add_(1, chosen.clamp(max=experts - 1), square).sum(0)
+    # come. A token chooses an expert at most once, so here every number has an element of its own: all but those of
+    # experts without matrices, in a last column that is left out.
+    table = torch.zeros(len(chosen), experts + 1, dtype=torch.float64, device=chosen.device)
+    table.scatter_(1, chosen.clamp(max=experts), chunk.weight.double().square())
+    squares = table[:, :experts].contiguous().sum(0)
     return (order // chosen.shape[1]).int(), chunk.weight.flatten()[order], counts, squares
 
 

@@ -82,7 +82,7 @@ def test_rank_0_collects_and_deals_all_rows(count: int) -> None:
 
 
 def test_every_process_gets_what_the_experts_are_called_with() -> None:
-    sizes: Any = SimpleNamespace(hidden_size=5, top_k=2)
+    sizes: Any = SimpleNamespace(expert_inputs=5, top_k=2)
     total = sum(LENGTHS)
     x = torch.randn(total, 5, generator=torch.Generator().manual_seed(1)).bfloat16()
     chosen = torch.arange(2 * total).view(-1, 2)

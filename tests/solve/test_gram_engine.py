@@ -16,8 +16,10 @@ from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import solver
 from quantizers.solve.awq import grid_scales, weight_means
 from quantizers.solve.damping import damped
+from quantizers.solve.hessians import collect_down_hessian
 from quantizers.solve.result import LayerResult
 from quantizers.solve.rounding import gptq, mse_scales, refine
+from quantizers.solve.routing_weights import routing_statistics
 from quantizers.solve.solver import corrected, solve
 
 BATCH = 8
@@ -32,7 +34,14 @@ class Shifted:
 
 
 def solve_layer(
-    layer: Layer, *, size: int = BATCH, resident: int = 8, gate: Gate = plain, inner: bool = True, **options: Any
+    layer: Layer,
+    *,
+    size: int = BATCH,
+    resident: int = 8,
+    gate: Gate = plain,
+    inner: int = 1,
+    bias: torch.Tensor | None = None,
+    **options: Any,
 ) -> LayerResult:
     settings = Experts(**({"group_size": GROUP, "awq": Awq(grid=8)} | options))
     return solve(
@@ -43,6 +52,7 @@ def solve_layer(
         shape=layer.router.shape,
         gate=gate,
         inner=inner,
+        bias=bias,
         settings=settings,
         batch_size=size,
         residents=Residents(resident, size, 0),
@@ -238,6 +248,43 @@ def test_experts_without_a_gate_compute_what_the_source_does(degree: int, bits: 
     assert (output - wanted).norm() / wanted.norm() < (0.02 if bits == 8 else 0.2)
     moved = (up / (alone.gate_up * solved.smooth)).flatten(1).median(1).values
     assert bool(((moved - 1).abs() > 0.01).any()) == (degree > 0)
+
+
+def test_a_bias_is_part_of_what_down_reads() -> None:
+    """The Hessian of h against the sum over all tokens; and a solution with it is nearer to the source than without."""
+    layer = make_layer(6, experts=3)
+    bias = 2 * torch.randn(3, 2 * WIDTH, generator=torch.Generator().manual_seed(7))
+    gate = gate_of(Shifted(), own=True)
+    recorded = layer.recorded()
+    x = torch.cat([block.x for block in recorded])
+    found = routing_statistics(recorded, 3, 0.0, HIDDEN)
+    sums = collect_down_hessian(recorded, found, layer.gate_up, gate=gate, batch=(0, 3), bias=bias)
+    h = Shifted()._apply_gate(x @ layer.gate_up.mT + bias.unsqueeze(1))  # (E, T, I)
+    torch.testing.assert_close(sums.hessian, h.mT @ h / len(x), rtol=1e-4, atol=1e-5)
+    errors = []
+    for given in (bias, None):
+        solved = solve_layer(layer, gate=gate, inner=False, bias=given, bits=3, routed_weight=0.0)
+        gate_up, down = weights(solved)
+        output = Shifted()._apply_gate(x / solved.smooth @ gate_up.mT + bias.unsqueeze(1)) @ down.mT
+        errors.append(float((output - h @ layer.down.mT).norm()))
+    assert errors[0] < errors[1]
+
+
+def test_choices_of_experts_without_matrices_are_left_out() -> None:
+    """They count as nobody's tokens, whatever their weights; all else is as with their weights at zero."""
+    layer = make_layer(8, experts=5)
+    recorded = layer.recorded(chosen=3)
+    less = [block._replace(weight=block.weight.masked_fill(block.chosen >= 3, 0)) for block in recorded]
+    ours, wanted = (routing_statistics(blocks, count, 0.7, HIDDEN) for blocks, count in ((recorded, 3), (less, 5)))
+    assert torch.equal(ours.routed_tokens, wanted.routed_tokens[:3])
+    assert torch.equal(ours.share, wanted.share[:3])
+    assert torch.equal(ours.of_routed, wanted.of_routed[:3])
+    for mine, theirs in zip(ours.tables, wanted.tables, strict=True):
+        for number in range(3):
+            pairs = zip(mine.routed(number, number + 1), theirs.routed(number, number + 1), strict=True)
+            for (rows, weight), (other_rows, other_weight) in pairs:
+                assert torch.equal(weight, other_weight)
+                assert torch.equal(rows[weight != 0], other_rows[weight != 0])
 
 
 def slow_replay(weight: torch.Tensor, s: torch.Tensor, x: torch.Tensor, share: torch.Tensor, bits: int) -> float:
