@@ -291,7 +291,7 @@ def random_job(job: Job, experts: int, **narrow: int) -> Job:
     block = declared_block(config, CONFIG)
     specs = expected_tensors(facts, config, CONFIG)
     plan = make_plan(facts, specs, job.plan.settings(first), CONFIG, block)
-    return replace(job, facts=facts, config=config, plan=plan, source=None, fp8=plan.fp8_form(block), allocation=None)
+    return replace(job, facts=facts, config=config, plan=plan, source=None, allocation=None)
 
 
 def resized(config: dict[str, Any], facts: Architecture | None = None, **sizes: int) -> dict[str, Any]:

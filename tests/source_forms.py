@@ -55,3 +55,36 @@ def fused(plain: Path, folder: Path, seed: int = 0) -> Path:
     model = families.randomized(config, seed)  # as `families.write` makes it
     experts = {name: t.bfloat16() for name, t in model.state_dict().items() if ".mlp.experts." in name}
     return rewrite(folder, config, {name: t for name, t in tensors.items() if ".experts." not in name} | experts)
+
+
+def packed_integers(plain: Path, folder: Path) -> Path:
+    """A copy whose experts are INT4 in groups of 32, and all else is as it was: as Kimi-K2.5 is published."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    config, tensors = stored(shutil.copytree(plain, folder))
+    made = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name or not name.endswith(".weight"):
+            made[name] = tensor
+            continue
+        module, grouped = name.removesuffix(".weight"), tensor.float().unflatten(1, (-1, 32))
+        scale = (grouped.abs().amax(2) / 7.5).clamp(min=1e-6).bfloat16()
+        codes = (grouped / scale.float().unsqueeze(2)).round().clamp(-8, 7).to(torch.int8).flatten(1)
+        made[f"{module}.weight_packed"] = pack_to_int32(codes, 4)
+        made[f"{module}.weight_scale"], made[f"{module}.weight_shape"] = scale, torch.tensor(tensor.shape)
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+    section = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": [r"re:.*\.experts\.\d+\.w[123]$"],
+                "format": "pack-quantized",
+                "weights": weights,
+                "input_activations": None,
+            }
+        },
+        "ignore": ["lm_head", "re:.*self_attn.*"],
+    }
+    return rewrite(folder, config | {"quantization_config": section}, made)

@@ -66,6 +66,8 @@ def finished_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from compressed_tensors.utils.match import match_name
 
     config, tensors = stored(folder)
+    if "quantization_config" not in config:
+        return config, tensors
     section = QuantizationConfig.model_validate(config["quantization_config"])
     weights, used = {}, set()
     for module in sorted({name.rpartition(".")[0] for name in tensors if name.endswith(".weight_scale")}):
@@ -81,6 +83,14 @@ def finished_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         assert {*parts} - {"input_global_scale"} == expected, module
         if scheme.format == "nvfp4-pack-quantized":  # whose decompressor answers in bfloat16 alone
             weights[f"{module}.weight"] = nvfp4_by_the_library(parts, scheme)
+            continue
+        if scheme.format.startswith("mxfp"):  # the same
+            from low_bits import numbers
+
+            weights[f"{module}.weight"] = exact = numbers(parts)
+            assert torch.equal(exact.bfloat16(), compressor.decompress(dict(parts), scheme)["weight"].bfloat16()), (
+                module
+            )
             continue
         weight = compressor.decompress(parts | {"weight_scale": parts["weight_scale"].float()}, scheme)["weight"]
         assert weight.dtype == torch.float32

@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from calibration_tokenizer import write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 
 from quantizers.architectures.families import architecture_for
+from quantizers.architectures.skeleton import FAILURES
 from quantizers.checkpoint.reader import open_folder
 from quantizers.formats.tensor_names import split_fused_experts
 from quantizers.model.streamed_model import StreamedModel
@@ -53,6 +57,10 @@ VISION: Settings = {
     **dict.fromkeys(("num_hidden_layers", "depth", "encoder_layers"), 1),
     **dict.fromkeys(("num_heads", "num_attention_heads", "num_key_value_heads", "encoder_attention_heads"), 2),
     "conf_num_attention_heads": 2, "n_layers": 6, "vocab_size": 320, "patch_size": 8, "image_size": 16,
+    "patch_sizes": [4], "hidden_sizes": [32], "depths": [1], "mlp_layer_types": ["sparse"], "num_local_experts": 4,
+    "per_layer_config": None, "moe_intermediate_size": 32, "adapter_in_dim": 32, "adapter_out_dim": 128,
+    "adapter_input_size": 32, "audio_hidden_size": 32, "video_temporal_patch_size": 2, "blank_token_id": 0,
+    "merge_kernel_size": [1, 1],
     "downsample_hidden_size": 16, "downsample_channels": [32, 32], "num_position_embeddings": 16,
     "deepstack_visual_indexes": [], "global_attn_indexes": [0], "fullatt_block_indexes": [0],
 }  # fmt: skip
@@ -60,7 +68,8 @@ VISION: Settings = {
 
 def _layers(letters: str) -> Settings:
     """The kind of attention of each layer."""
-    names = {"f": "full", "s": "sliding", "l": "linear", "c": "chunked", "d": "deepseek_sparse", "q": "qwen_sparse"}
+    names = {"f": "full", "s": "sliding", "l": "linear", "c": "chunked", "i": "indexed"}
+    names |= {"d": "deepseek_sparse", "q": "qwen_sparse"}
     return {"layer_types": [f"{names[letter]}_attention" for letter in letters]}
 
 
@@ -79,14 +88,24 @@ BLOCKS: Settings = {  # every matrix of whole blocks of 128 × 128
     "moe_intermediate_size": 128, "head_dim": 64,
     "linear_key_head_dim": 64, "linear_value_head_dim": 32,
 }  # fmt: skip
+INKLING2: Settings = {
+    "layer_types": ["hybrid_sliding", "hybrid"] * 2, "sliding_window_size": 16, "rel_extent": 64,
+    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 32, "n_layers_per_attn_res_block": 2,
+    "unpadded_vocab_size": 320,
+}  # fmt: skip
 STEP: Settings = FIRST_DENSE | _layers("fsfs") | {
     "pad_token_id": 1, "num_sliding_attention_heads": 6, "query_pre_attn_scalar": 32, "per_layer_config": {},
     "swiglu_limits": [0.0, 0.0, 0.7, 0.4], "swiglu_limits_shared": [0.0, 0.0, 0.0, 0.5],
     "rope_parameters": {f"{kind}_attention": _rope()["rope_parameters"] for kind in ("full", "sliding")},
 }  # fmt: skip
 
+NEMOTRON: Settings = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "ssm_state_size": 16, "n_groups": 2,
+    "mamba_num_heads": 8, "mamba_head_dim": 32, "chunk_size": 16, "use_mamba_kernels": False,
+}  # fmt: skip
+
 # Types that have a class for text alone and one with vision.
-WITH_VISION = ("aria", "gemma4", "inkling", "llama4", "minimax_m3_vl", "qwen3_5_moe", "qwen4_exp")
+WITH_VISION = ("aria", "dots3_note", "gemma4", "inkling", "llama4", "minimax_m3_vl", "qwen3_5_moe", "qwen4_exp")
 # What is special to the text model of each type, with what published files say besides and servers read.
 TYPES: dict[str, Settings] = {
     "afmoe": _layers("sfsf") | {"mup_enabled": True, "route_scale": 2.5} | {
@@ -96,6 +115,8 @@ TYPES: dict[str, Settings] = {
     "axk1": MLA,
     # With few heads, many scores of its indexer are 0, and which of these it takes depends on the batch.
     "axk2": MLA | FIRST_DENSE | _layers("dddd") | {"index_n_heads": 16},
+    "bailing_hybrid": MLA | FIRST_DENSE | _layers("lllf") | {"short_conv_kernel_size": 4},
+    "beam": FIRST_DENSE | _layers("sfsf") | {"n_group": 2, "topk_group": 1},
     "cohere2_moe": FIRST_DENSE | _layers("sfsf"),
     "deepseek_ocr2": FIRST_DENSE,
     "deepseek_v2": MLA,
@@ -109,10 +130,16 @@ TYPES: dict[str, Settings] = {
     },
     "doge": {"is_moe": True, "num_experts": 64, "keep_window_size": 512},
     "dots1": _layers("fsfs") | {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note": FIRST_DENSE | _layers("isis") | {"num_key_value_heads": 4, "head_dim": 48} | {
+        "index_n_heads": 16, "shared_experts_intermediate_size": 96, "pad_token_id": 2, "per_layer_config": {
+            number: {"kv_lora_rank": 32, "num_attention_heads": 2, "num_key_value_heads": 2} for number in ("1", "3")
+        },
+    },
     "ernie4_5_moe": {"moe_layer_start_index": 1, "moe_layer_end_index": 3},
     "ernie4_5_vl_moe": FIRST_DENSE | {"moe_intermediate_size": [96, 32]} | _rope(mrope_section=[6, 6, 4]),
     "exaone_moe": FIRST_DENSE | _layers("sssf"),
     "flex_olmo": NARROW,
+    "flint": {"mlp_only_layers": [0]} | _layers("fsfs"),
     "gemma4": _layers("sssf") | {
         "pad_token_id": 2, "enable_moe_block": True, "per_layer_config": {"3": {"head_dim": 64}},
         "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 320, "tie_word_embeddings": False,
@@ -134,22 +161,31 @@ TYPES: dict[str, Settings] = {
     "hunyuan_v1_moe": NARROW,
     "hy_v3": FIRST_DENSE | {"first_k_dense_replace": 1, "expert_hidden_dim": 96, "route_norm": True, "qk_norm": True},
     "hy_v4": MLA | FIRST_DENSE | SHARED_INDEX | _layers("dddd"),
+    "hy_v4_vl": MLA | FIRST_DENSE | SHARED_INDEX | _layers("iiii") | _rope(mrope_section=[3, 3, 2]),
     "inkling": FIRST_DENSE | {
         "layer_types": ["hybrid_sliding", "hybrid"] * 2, "sliding_window_size": 16, "rel_extent": 64,
         "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 32,
     },
+    "inkling2": INKLING2,
+    "inkling2_loop": INKLING2 | {"loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_gate_rank": 16},
     "jamba": NARROW | {"mamba_dt_rank": 8, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
     "jetmoe": NARROW | {"kv_channels": 32},
+    "kimi_k25": MLA | {"first_k_dense_replace": 1, "tie_word_embeddings": False},
     "kimi_linear": MLA | FIRST_DENSE | _layers("lllf") | {"q_lora_rank": None},
+    "kolibri1": _layers("sfsf"),
     "laguna": FIRST_DENSE | _layers("fsfs") | {
         "num_attention_heads_per_layer": [4, 6, 4, 6], "moe_routed_scaling_factor": 2.5,
     },
+    "lara_mini": _layers("lsfl") | {"tie_word_embeddings": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4": NARROW | _layers("cccf") | {
         "intermediate_size_mlp": 256, "num_experts_per_tok": 1, "attention_chunk_size": 16, "moe_layers": [1, 3],
         "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0],
     },
-    "longcat_flash": MLA | {"num_layers": 2, "ffn_hidden_size": 256, "zero_expert_num": 4},
+    "longcat_flash": MLA | {"num_layers": 2, "ffn_hidden_size": 256, "zero_expert_num": 4} | {
+        "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity", "intermediate_size": 256,
+        "moe_intermediate_size": 96,
+    },
     "mellum": _layers("fsfs") | {"mlp_layer_types": ["sparse"] * 4},
     "mimo_v2_flash": FIRST_DENSE | _layers("fssf") | {
         "head_dim": 48, "moe_layer_freq": [0, 1, 1, 1], "hybrid_layer_pattern": [0, 1, 1, 0],
@@ -165,11 +201,15 @@ TYPES: dict[str, Settings] = {
         "index_block_size": 8, "index_topk_blocks": 2, "index_local_blocks": 1,
     },
     "mistral4": {"num_key_value_heads": 4, "qk_rope_head_dim": 32, "head_dim": 64},
-    "mixtral": NARROW,
-    "nemotron_h": {
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "ssm_state_size": 16, "n_groups": 2,
-        "mamba_num_heads": 8, "mamba_head_dim": 32, "chunk_size": 16, "use_mamba_kernels": False,
+    "mistral_large4": FIRST_DENSE | _layers("iiii") | {
+        "num_key_value_heads": 4, "no_rope_layers": [1, 1, 0, 1], "indexer_types": ["full", "full", "shared", "full"],
     },
+    "mixtral": NARROW,
+    "muse_spark": FIRST_DENSE | _layers("sfsf") | {"moe_hidden_size": 64, "layer_rope_theta": [10000.0, 0] * 2},
+    "nemo_speechlm": NEMOTRON,
+    "nemotron_h": NEMOTRON,
+    "nemotron_h latent": NEMOTRON | {"moe_latent_size": 64},
+    "nemotron_h_omni": NEMOTRON,
     "olmoe": NARROW,
     "phimoe": NARROW | {"attention_bias": True, "lm_head_bias": True},
     "qwen2_moe": {},
@@ -187,15 +227,19 @@ TYPES: dict[str, Settings] = {
         "heads_per_ngram": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 32,
         "indexer_budget": 16, "indexer_compress_ratio": 2, "ple_layer_ids": [1],
     },
+    "sarvam_mla": MLA,
+    "sarvam_moe": {},
     "solar_open": {},
     "step3p7": STEP,
     "step3p7 as published": STEP | {"moe_intermediate_size": 256},
+    "unlimited_ocr": FIRST_DENSE | {"layer_types": ["reference_sliding_attention"] * 4},
     "zaya": {"router_hidden_size": 32, "num_experts_per_tok": 1},
 }  # fmt: skip
 TYPES |= {f"{name} with vision": TYPES[name] for name in WITH_VISION}
 # What is said of the types that are refused. Those that TYPES lacks cannot be built, or have no decoder alone.
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("aria", "aria with vision"), "its experts hold weight [8, 128, 512], not gate_up_proj"),
+    **dict.fromkeys(("aria", "aria with vision"), ", not gate_up_proj [E, 2I, H] and down_proj [E, H, I] alone"),
+    **dict.fromkeys(("inkling2", "inkling2_loop"), "layer 3: block_states is made of what earlier layers return"),
     "inkling with vision": "mlp.experts.w13_weight holds the experts in a layout of its own",
     "dbrx": "object has no attribute 'rope_theta'), nor of its class's own defaults; give another model",
     "doge": "DogeForCausalLM has no layers with a module called experts",
@@ -205,47 +249,67 @@ REFUSED: dict[str, str] = {
     ),
     "gpt_oss": "its experts hold gate_up_proj [8, 128, 192], gate_up_proj_bias [8, 192], down_proj [8, 96, 128]",
     "jetmoe": "its experts hold weight [8, 64, 128], not gate_up_proj",
-    **dict.fromkeys(("llama4", "llama4 with vision"), "its experts hold gate_up_proj [8, 128, 192], down_proj [8, 96,"),
-    "longcat_flash": "its experts hold gate_up_proj [12, 192, 128], down_proj [8, 128, 96]",
-    "nemotron_h": "its experts hold up_proj [8, 96, 128], down_proj [8, 128, 96]",
+    "muse_spark": "its experts hold gate_up_proj [8, 192, 64], down_proj [8, 64, 96], post_expert_norm.weight [64]",
 }
+# Types that a later transformers than the installed one has are none here. Several types may share a module.
+MODULES = {*CONFIG_MAPPING_NAMES, *map(model_type_to_module_name, CONFIG_MAPPING_NAMES)}
+LATER = {name for name in (*TYPES, *REFUSED) if name.partition(" ")[0] not in MODULES}
+TYPES, REFUSED = (
+    {name: value for name, value in entries.items() if name.partition(" ")[0] in MODULES}
+    for entries in (TYPES, REFUSED)
+)
 # The class of the whole model where it is not the only ForCausalLM of its type.
 CLASSES = {
     "aria": "AriaTextForCausalLM",
     "aria with vision": "AriaForConditionalGeneration",
     "deepseek_ocr2": "DeepseekOcr2ForConditionalGeneration",
+    "dots3_note with vision": "Dots3NoteForConditionalGeneration",
     "ernie4_5_vl_moe": "Ernie4_5_VLMoeForConditionalGeneration",
     "gemma4 with vision": "Gemma4ForConditionalGeneration",
     "glm4v_moe": "Glm4vMoeForConditionalGeneration",
     "glm5_next": "Glm5NextForConditionalGeneration",
+    "hy_v4_vl": "HYV4VLForConditionalGeneration",
     "inkling with vision": "InklingForConditionalGeneration",
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
     "llama4 with vision": "Llama4ForConditionalGeneration",
     "minimax_m3_vl with vision": "MiniMaxM3SparseForConditionalGeneration",
+    "mistral_large4": "MistralLarge4ForConditionalGeneration",
+    "muse_spark": "MuseSparkForConditionalGeneration",
+    "nemo_speechlm": "Nemotron3_5TranscribeForConditionalGeneration",
+    "nemotron_h_omni": "NemotronH_Omni_Reasoning_V3",
     "qwen3_5_moe as published": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_5_moe with vision": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "qwen3_vl_moe as published": "Qwen3VLMoeForConditionalGeneration",
     "qwen4_exp with vision": "Qwen4ExpForConditionalGeneration",
+    "sarvam_mla": "DeepseekV3ForCausalLM",
+    "sarvam_moe": "Glm4MoeForCausalLM",
     "step3p7": "Step3p7ForConditionalGeneration",
     "step3p7 as published": "Step3p7ForConditionalGeneration",
+    "unlimited_ocr": "UnlimitedOcrForConditionalGeneration",
 }
+# Types that the class of another type computes.
+OF_OTHERS = ("sarvam_mla", "sarvam_moe")
 # transformers itself reads no model of these types with one tensor for each expert's matrix.
 FUSED_ONLY = (
     "gemma4", "gemma4 with vision", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v4",
-    "inkling", "minimax_m3_vl", "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published", "step3p7",
-    "step3p7 as published", "zaya",
+    "hy_v4_vl", "inkling", "lara_mini", "llama4", "llama4 with vision", "longcat_flash", "minimax_m3_vl", "mistral4",
+    "qwen3_vl_moe", "qwen3_vl_moe as published", "step3p7", "step3p7 as published", "zaya",
 )  # fmt: skip
+TRANSPOSED = ("llama4",)  # their experts' matrices
 # A size that the class works out of others, and does not take.
-WORKED_OUT = {"jetmoe": "num_attention_heads", "nemotron_h": "num_hidden_layers"}
+WORKED_OUT = {"jetmoe": "num_attention_heads"} | dict.fromkeys(
+    ("nemo_speechlm", "nemotron_h", "nemotron_h_omni"), "num_hidden_layers"
+)
 
 
 @cache
 def found() -> dict[str, tuple[str, ...]]:
-    """The model types of the installed transformers with experts, and the names of their whole models' classes."""
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
+    """The model types of the installed transformers with experts, and the names of their whole models' classes.
 
+    Either a class of experts is in the type's own file, or the text of a model with its defaults is of such a type.
+    """
     result = {}
     for name in sorted({model_type_to_module_name(model_type) for model_type in CONFIG_MAPPING_NAMES}):
         file = Path(transformers.__file__).parent / "models" / name / f"modeling_{name}.py"
@@ -253,34 +317,58 @@ def found() -> dict[str, tuple[str, ...]]:
         whole = re.findall(r"^class (\w+For(?:CausalLM|ConditionalGeneration))\(", text, re.MULTILINE)
         if whole and re.search(r"^class \w*Experts\w*\(", text, re.MULTILINE):
             result[name] = tuple(whole)
+    for name, whole_classes in _by_auto_model().items():
+        if model_type_to_module_name(name) not in result and "experts" in _text_keys(name):
+            result[name] = whole_classes
     return result
+
+
+def _by_auto_model() -> dict[str, tuple[str, ...]]:
+    mappings = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    names = {name: tuple({m[name] for m in mappings if name in m}) for name in CONFIG_MAPPING_NAMES}
+    return {name: classes for name, classes in names.items() if classes}
+
+
+def _text_keys(name: str) -> str:
+    """The keys, in one string, that have a value in the config of the text of a model of a type with its defaults."""
+    try:
+        return " ".join(key for key, value in CONFIG_MAPPING[name]().get_text_config().to_dict().items() if value)
+    except FAILURES:  # it has none: such a model is made of two others
+        return ""
 
 
 def whole_class(name: str) -> Any:
     """The class of the whole model of a type."""
+    if name in CLASSES:
+        return getattr(transformers, CLASSES[name])
     model_type = name.partition(" ")[0]
     module = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    only = [one for one in dir(module) if one.endswith("ForCausalLM")]
-    return getattr(module, CLASSES.get(name) or only[0])
+    (only,) = [class_name for class_name in dir(module) if class_name.endswith("ForCausalLM")]
+    return getattr(module, only)
+
+
+def config_class(name: str) -> Any:
+    """The config class of a type."""
+    return CONFIG_MAPPING[name] if name in OF_OTHERS else whole_class(name).config_class
 
 
 def config_of(name: str) -> Any:
     """The config of the tiny model of a type, as its config class makes it."""
-    config_class = whole_class(name).config_class
-    default = config_class()
+    of_type = config_class(name)
+    default = of_type()
     text = default.get_text_config()
     if text is default:
-        return config_class(**_text(default, name))
-    parts = {part: getattr(default, part, None) for part in config_class.sub_configs}
+        return of_type(**_text(default, name))
+    parts = {part: getattr(default, part, None) for part in of_type.sub_configs}
     made = {p: _text(c, name) if c is text else _tower(c) for p, c in parts.items() if c is not None}
     # The whole model's own key: gemma4's embeddings are so large that with a tied head a text would repeat one token.
-    return config_class(**made, **{key: TYPES[name][key] for key in ("tie_word_embeddings",) if key in TYPES[name]})
+    return of_type(**made, **{key: TYPES[name][key] for key in ("tie_word_embeddings",) if key in TYPES[name]})
 
 
 def _text(default: Any, name: str) -> Settings:
     keys = default.to_dict()
     given = {key: value for key, value in SIZES.items() if keys.get(key, False) is not False}
-    given.pop(WORKED_OUT.get(name, ""), None)
+    given.pop(WORKED_OUT.get(name.partition(" ")[0], ""), None)
     return given | TYPES[name] | {"model_type": default.model_type}
 
 
@@ -297,11 +385,12 @@ def whole_model(name: str, config: Settings, weights: dict[str, Tensor]) -> Any:
     """
     whole = whole_class(name)
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    made = whole.config_class.from_dict(whole.config_class._decode_special_floats(plain))
+    of_type = config_class(name)
+    made = of_type.from_dict(of_type._decode_special_floats(plain))
     text = made.get_text_config()
     if hasattr(text, "rotary_dim"):  # which transformers 5.17 does not read
         text.rope_parameters["partial_rotary_factor"] = text.rotary_dim / text.head_dim
-    given = _fused(weights) if name in FUSED_ONLY else weights
+    given = _fused(weights, name) if name in FUSED_ONLY else weights
     numbers = {name: one.float() if one.is_floating_point() else one for name, one in given.items()}
     settings = {"dtype": torch.float32, "experts_implementation": "eager", "output_loading_info": True}
     for attention in ATTENTION:
@@ -360,6 +449,10 @@ def save(name: str, folder: Path) -> Path:
     (folder / "generation_config.json").unlink(missing_ok=True)
     if name.endswith("as published"):
         _publish(folder)
+    elif name == "longcat_flash":  # whose class writes matrices of experts that have none, and reads no others
+        file = folder / "model.safetensors"
+        tensors = {n: t for n, t in load_file(file).items() if not re.search(r"\.experts\.(8|9|10|11)\.", n)}
+        save_file(tensors, file, metadata={"format": "pt"})
     return write_tokenizer(folder)
 
 
@@ -416,17 +509,24 @@ def _unfused(name: str, tensor: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _fused(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights with the matrices of a layer's experts in two tensors."""
+def _fused(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The weights with the matrices of a layer's experts in two tensors, as their class holds them."""
     result = dict(weights)
-    for name in weights:
-        if name.endswith(".experts.0.gate_proj.weight"):
-            experts = name.removesuffix(".0.gate_proj.weight")
+    transposed = name.startswith(TRANSPOSED)
+    for first in weights:
+        if first.endswith(".experts.0.gate_proj.weight"):
+            experts = first.removesuffix(".0.gate_proj.weight")
             matrices: dict[str, list[Tensor]] = {part: [] for part in ("gate_proj", "up_proj", "down_proj")}
             for number, part in product(range(8), matrices):
                 matrices[part].append(result.pop(f"{experts}.{number}.{part}.weight").float())
             gate, up, down = (torch.stack(each) for each in matrices.values())
-            result |= {f"{experts}.gate_up_proj": torch.cat([gate, up], 1), f"{experts}.down_proj": down}
+            both = torch.cat([gate, up], 1)
+            if name == "longcat_flash":
+                both = torch.cat([both, both.new_zeros(4, *both.shape[1:])])
+            result |= {
+                f"{experts}.gate_up_proj": both.mT if transposed else both,
+                f"{experts}.down_proj": down.mT if transposed else down,
+            }
     return result
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.experts_call import arguments_of, weighs_inputs
 from quantizers.architectures.skeleton import scores
 from quantizers.distributed.process_group import ProcessGroup
 from quantizers.model.activation_store import ActivationStore
@@ -193,16 +194,22 @@ def _router_scores(layer: DecoderLayer, model: StreamedModel, stack: ExitStack) 
     argument, or it is a buffer of the router; with sigmoid scoring it is added to the probabilities.
     """
     captured: list[torch.Tensor] = []
-    experts = model.facts.num_experts
+    facts = model.facts
+    experts = facts.num_experts + facts.identities
 
     def capture(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         made = scores(output, experts)
-        assert made is not None, "the router of the facts makes no scores"
+        if made is None:  # it returns its choice alone
+            matrix = layer.module.get_parameter(facts.in_transformers(facts.router.tensor))
+            made = torch.nn.functional.linear(inputs[0].float(), matrix.float())
         logits = made.float()
-        choice_scores = logits.sigmoid() if model.facts.router.scoring == "sigmoid" else logits
-        for extra in (*inputs[1:], *module.buffers()):
-            if isinstance(extra, torch.Tensor) and extra.shape == logits.shape[-1:]:
-                choice_scores = choice_scores + extra
+        own = (*inputs[1:], *module.buffers())
+        extras = [extra for extra in own if torch.is_tensor(extra) and extra.shape == logits.shape[-1:]]
+        choice_scores = logits.sigmoid() if facts.router.scoring == "sigmoid" else logits
+        if facts.identities and extras:
+            choice_scores = logits.softmax(-1)
+        for extra in extras:
+            choice_scores = choice_scores + extra
         captured.append(choice_scores.flatten(0, -2)[:, :experts])
 
     stack.callback(layer.module.get_submodule(model.facts.modules.router).register_forward_hook(capture).remove)
@@ -217,13 +224,22 @@ def _weighted_norms(layer: DecoderLayer, model: StreamedModel, stack: ExitStack)
     """
     captured: list[torch.Tensor] = []
 
-    def capture(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor], _: torch.Tensor) -> None:
-        x, chosen, weight = (*args, *kwargs.values())
-        rows = x.repeat_interleave(chosen.shape[1], 0)
-        outputs = module.forward(rows, chosen.reshape(-1, 1), torch.ones_like(weight).view(-1, 1))
+    def capture(
+        module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor], output: torch.Tensor
+    ) -> None:
+        x, chosen, weight = arguments_of(module, args, kwargs)
+        if weighs_inputs(module):  # one expert of a token, and a block of all tokens for each
+            outputs = output.view(-1, *x.shape).sum(0)
+        else:
+            rows, index = x.repeat_interleave(chosen.shape[1], 0), chosen.reshape(-1, 1)
+            shares = torch.ones_like(weight).view(-1, 1)
+            if model.facts.identities:  # whose class takes no call with one expert
+                index, shares = index.expand(-1, 2), torch.cat([shares, torch.zeros_like(shares)], 1)
+            outputs = module.forward(rows, index, shares)
         norms = torch.linalg.vector_norm(outputs, dim=-1, dtype=torch.float32)
         products = (weight.flatten().double() * norms).cpu()  # a GPU would add in no fixed order
-        captured.append(torch.bincount(chosen.flatten().cpu(), products, model.facts.num_experts))
+        sums = torch.bincount(chosen.flatten().cpu(), products, model.facts.num_experts)
+        captured.append(sums[: model.facts.num_experts])
 
     experts = layer.module.get_submodule(model.facts.modules.experts)
     stack.callback(experts.register_forward_hook(capture, with_kwargs=True).remove)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import MATRICES
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.prefetch import to_host
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
@@ -115,11 +114,12 @@ def weight_errors(
     def experts() -> Pairs:
         smooth = ratio(before.tensor) if before else torch.ones(1, device=device)
         for expert in range(0 if layer in facts.dense else facts.num_experts):
-            modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
-            gate, up, down = (read_weight(source, module, device) for module in modules)
-            g, u, d = (read_weight(candidate, module, device) for module in modules)
-            rows = torch.ones_like(up[:, 0]) if here.own_gate else row_scale(u / smooth, up)
-            yield from ((g / smooth, gate), (u / smooth / rows.unsqueeze(1), up), (d * rows, down))
+            modules = [facts.expert(layer, expert, matrix) for matrix in facts.matrices]
+            *gate, up, down = (read_weight(source, module, device) for module in modules)
+            *g, u, d = (read_weight(candidate, module, device) for module in modules)
+            rows = row_scale(u / smooth, up) if here.inner else torch.ones_like(up[:, 0])
+            yield from ((now / smooth, then) for now, then in zip(g, gate, strict=True))
+            yield from ((u / smooth / rows.unsqueeze(1), up), (d * rows ** max(here.inner, 1), down))
 
     def attention() -> Pairs:
         ratios = {norm: ratio(norm) for norm in facts.smoothing if norm in here.tensors}

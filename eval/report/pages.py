@@ -21,6 +21,7 @@ from quantizers.calibration.samples import in_words
 from quantizers.eval.coverage.summary import gate_figures
 from quantizers.eval.fidelity.figures import Fidelity
 from quantizers.eval.fidelity.tables import by_part, past_the_model, shown_categories
+from quantizers.formats.fp8 import Fp8Blocks
 from quantizers.hooks import hook
 from quantizers.recipe.portable import is_hub_id
 from quantizers.system.formatting import gib, number, size
@@ -28,7 +29,7 @@ from quantizers.system.output_files import CALIBRATION_PICTURE, COVERAGE_PICTURE
 from quantizers.system.strict_yaml import dump
 
 from . import summary
-from .schema import Plan, Planned, PlannedRun, Report, RunReport, StitchReport
+from .schema import ConversionReport, Plan, Planned, PlannedByRecipe, PlannedRun, Report, RunReport, StitchReport
 
 SMALL = 20e9  # bytes of an output up to which transformers, which dequantizes it, is worth naming
 SHARED = ".shared_expert"  # in the names of the matrices of experts that every token passes through
@@ -38,6 +39,7 @@ CONVERSIONS = {
     "fp8-block": "converted to FP8 in blocks of 128 x 128, each scale a power of two; servers quantize their inputs as "
     "they run",
 }
+DECLARED = "compressed-tensors"  # what config.json declares, unless all is plain
 DIGITS = 5  # significant digits of the figures in the front matter
 # What page and card say of servers, in an installation that knows no rules of theirs; see `quantizers.hooks`.
 UNCHECKED: dict[str, Any] = {
@@ -73,7 +75,7 @@ def html_report(report: Report, drawn: Mapping[str, bytes]) -> str:
 
 def model_card(report: Report) -> str:
     """The model card of a run or a stitch as Markdown with front matter."""
-    plan = report.plan
+    plan, target = report.plan, summary.converted_to(report)
     name = summary.repository(report)
     text = _render(
         "card.md.jinja",
@@ -86,9 +88,11 @@ def model_card(report: Report) -> str:
         folds="fold" in plan.actions,
         shared=any(SHARED in row.kind for row in plan.kinds),
         dense=plan.dense_layers,
-        form=_fp8_form(plan) or "in 16 bits",
+        form=_kept_form(plan) or "in 16 bits",
         attention=_attention(plan),
         conversion=CONVERSIONS.get(plan.attention or ""),
+        declared=DECLARED in _tags(report),
+        rounds_inputs=target is not None and isinstance(target.form, Fp8Blocks),
         stored=_stored(report),
         plots=PLOTS,
         repository=name,
@@ -100,17 +104,22 @@ def model_card(report: Report) -> str:
 
 
 def _numbers(report: Planned) -> str:
+    if (target := summary.converted_to(report)) is not None:
+        return target.short
     return " and ".join(dict.fromkeys(scheme.short for scheme in summary.expert_schemes(report)))
 
 
 def _title(report: Planned) -> str:
-    attention = "FP8 attention" if _fp8_form(report.plan) else "attention as published"
+    kept = next(iter(report.plan.kept_forms or ()), None)
+    attention = f"{'FP8' if kept.startswith('FP8') else kept} attention" if kept else "attention as published"
     if report.plan.attention == "bf16":
         attention = "BF16 attention"
     return f"{base_name(report.source.model)}: {attention}, {_numbers(report)} experts"
 
 
 def _stored(report: Report) -> str:
+    if (target := summary.converted_to(report)) is not None:
+        return target.words
     schemes = summary.expert_schemes(report)
     if isinstance(report, StitchReport):
         return " and ".join(" in ".join(scheme.words) for scheme in schemes)
@@ -120,37 +129,43 @@ def _stored(report: Report) -> str:
     return scheme.in_words
 
 
-def _fp8_form(plan: Plan) -> str | None:
-    """FP8 scaling of attention, None if not FP8; when passed through, only per-block scales are renamed."""
-    if (attention := plan.attention) is not None:
-        return {"fp8": "in FP8 with a scale per row", "fp8-block": "in FP8 with a scale per block"}.get(attention)
-    if any(row.action == "keep" and row.kind.endswith(".weight_scale") for row in plan.kinds):
-        return "in FP8 with a scale per row"
-    return "in FP8 with a scale per block" if "rename" in plan.actions else None
+def _kept_form(plan: Plan) -> str | None:
+    """The form of attention in words; None if it is not quantized."""
+    forms = [name for name in plan.kept_forms or () if plan.attention != "bf16"]
+    for name, words in (("FP8 block", "in FP8 with a scale per block"), ("FP8 per", "in FP8 with a scale per row")):
+        if forms and forms[0].startswith(name):
+            return words
+    return f"in {forms[0]}" if forms else None
 
 
 def _attention(plan: Plan) -> list[str]:
     names = (row.kind.rpartition(".self_attn.")[2] for row in plan.kinds if ".self_attn." in row.kind)
-    weights = (name.removesuffix(".weight") for name in names if name.endswith(".weight") and "norm" not in name)
-    return list(dict.fromkeys(weights))
+    weights = (name.rpartition(".")[0] for name in names if name.endswith((".weight", ".weight_packed")))
+    return [name for name in dict.fromkeys(weights) if "norm" not in name]
 
 
 def _of_command(report: Report) -> dict[str, Any]:
     """Card fields that depend on the command that made the output."""
     if isinstance(report, StitchReport):
         return _of_stitch(report)
-    return _of_run(report) if isinstance(report, RunReport) else {}
+    if isinstance(report, RunReport):
+        return _of_run(report)
+    return {"both_signs": False, "made_by": _run_command(report)}
+
+
+def _run_command(report: Report) -> str:
+    source = "" if is_hub_id(report.source.model) else " --source SOURCE"
+    return f"quantize run recipe.yaml --output DIR{source}"
 
 
 def _of_run(report: RunReport) -> dict[str, Any]:
-    source = "" if is_hub_id(report.source.model) else " --source SOURCE"
     experts, licences = report.settings.recipe["experts"], report.calibration.licences
     peaks = [layer.kv_peaks for layer in report.layers if layer.kv_peaks] if report.plan.kv_cache else []
     return {
         "experts": experts,
         "both_signs": experts.get("scales_sign") == "both" and experts["engine"] == "gram",
         "licences": list(in_words(licences)) if licences else [],
-        "made_by": f"quantize run recipe.yaml --output DIR{source}",
+        "made_by": _run_command(report),
         "peaks": [max(of_layers) for of_layers in zip(*peaks, strict=True)],
     }
 
@@ -253,10 +268,20 @@ def _tags(report: Planned) -> list[str]:
         awq = "AWQModifier" in (report.experts.modifiers or ())
     elif isinstance(report, PlannedRun):
         awq = bool(report.settings.recipe["experts"]["awq"])
-    kinds = (["awq"] if awq else []) + (["fp8"] if _fp8_form(report.plan) else [])
+    target = summary.converted_to(report)
+    in_fp8 = (_kept_form(report.plan) or "").startswith("in FP8")
+    kinds = (["awq"] if awq else []) + (["fp8"] if in_fp8 else [])
+    kinds += [target.tag] if target and target.tag and target.tag not in kinds else []
     names = ((s.short.lower(), f"w{s.bits}a{s.activations}") for s in summary.expert_schemes(report))
     widths = dict.fromkeys(tag for pair in names for tag in pair)
-    return ["compressed-tensors", *kinds, *widths, "moe", *(["vllm"] if "vllm" in report.serving.servers else [])]
+    plain = target is not None and not kinds
+    return [
+        *([] if plain else [DECLARED]),
+        *kinds,
+        *widths,
+        "moe",
+        *(["vllm"] if "vllm" in report.serving.servers else []),
+    ]
 
 
 # Templates ---------------------------------------------------------------------------------------------------------
@@ -275,6 +300,9 @@ def _render(template: str, report: Report, place: str, **context: Any) -> str:
     context |= {
         "r": report,
         "run": run,
+        "converted": report.conversion if isinstance(report, ConversionReport) else None,
+        "conversion_line": summary.conversion_line(report) if isinstance(report, ConversionReport) else "",
+        "settings": report.settings if isinstance(report, PlannedByRecipe) else None,
         "measured": measured,
         "failed": [gate.name for gate in report.gates if not gate.passed],
         "choice": summary.scheme_lines(report),

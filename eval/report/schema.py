@@ -34,6 +34,7 @@ class Source(SourceCard):
     model: str = key("Hub id of the source, or the name of its folder")
     revision: str | None = key("Revision on the Hub; None for a folder without one")
     digest: str = key("SHA-256 over the headers and sizes of the source's files, hexadecimal")
+    experts: str | None = maybe("How the source stores the routed experts that were quantized; absent for a stitch")
 
 
 class PackedExperts(Part):
@@ -150,15 +151,16 @@ class Plan(Part):
     layers: int = key("Decoder layers", "layers")
     dense_layers: list[int] = key("Layers without routed experts")
     experts_per_layer: int = key("Routed experts in a layer", "experts")
-    quantized_matrices: int = key("Quantized matrices in all", "tensors")
+    quantized_matrices: int = key("Matrices of experts that are quantized, or converted, in all", "tensors")
     kept_attention_tensors: int = key("Attention tensors passed through", "tensors")
     actions: dict[str, ActionTotals] = key("Totals by action")
     kinds: list[TensorKind] = key("Totals by kind of tensor, in the order of the plan")
     source_bytes: int = key("Bytes of the source's tensors", "bytes")
-    expert_bytes: int = key("Bytes of the quantized experts", "bytes")
+    expert_bytes: int = key("Bytes of these experts in the output", "bytes")
     output_bytes: int = key("Bytes of all shards and the index", "bytes")
     index_bytes: int = key("Bytes of the index", "bytes")
     layer_source_bytes: int = key("Source bytes of the largest layer", "bytes")
+    kept_forms: list[str] | None = maybe("Formats of all that is quantized besides routed experts; absent without any")
     attention: str | None = maybe("What other linear modules were converted to: bf16, fp8, fp8-block; absent for keep")
     kv_cache: list[int] | None = maybe("Layers with scales for an FP8 cache of keys and values; absent without any")
     mtp: MtpLayers | None = maybe("Layers for speculative decoding; absent without any")
@@ -336,6 +338,7 @@ class AuditFigures(Part):
     weight_error: list[Number] = key("Largest error of an expert's matrix by layer", "relative")
     digests_checked: bool = key("Whether the files were compared with the digests taken when they were written")
     converted_matrices: int | None = maybe("Converted ones, compared bit by bit; absent without any", "tensors")
+    values: int | None = maybe("Values in them, where experts are converted: each was compared; else absent", "values")
 
 
 class Audit(AuditFigures):
@@ -469,10 +472,15 @@ class StitchReport(Report):
     layers: list[StitchedLayer] = key("Layer by layer")
 
 
-class PlannedRun(Planned):
-    """Facts about a run before its first layer."""
+class PlannedByRecipe(Planned):
+    """Facts about a run of a recipe, which quantizes or converts, before its first layer."""
 
     settings: Settings = key("The recipe and the machine")
+
+
+class PlannedRun(PlannedByRecipe):
+    """Facts about a run that quantizes before its first layer."""
+
     calibration: Calibration = key("The calibration set")
 
 
@@ -490,8 +498,38 @@ class MeasuredRunReport(RunReport, Fidelity):
     """report.json of `quantize run` with held-out texts: the keys of a RunReport and of a Fidelity."""
 
 
-def checked(report: Mapping[str, Any]) -> RunReport | StitchReport:
+class ConvertedLayer(Part):
+    """A layer of a conversion, or, in the journal, another part of the source."""
+
+    layer: int | None = key("Its number; None, in the journal alone, for what lies outside the layers")
+    seconds: dict[str, float] = key("Time by phase", "seconds")
+    matrices: int = key("Converted matrices", "tensors")
+    values: int = key("Values in them, each equal to the source's", "values")
+
+
+class Conversion(Part):
+    """The proof of a conversion: every value that its matrices hold is the source's."""
+
+    to: str = key("What the experts were converted to, as the recipe names it")
+    before: list[str] = key("How the source stores the matrices that were converted")
+    matrices: int = key("Converted matrices, of experts and, as the recipe's `attention` says, others", "tensors")
+    values: int = key("Values in them, compared when they were written", "values")
+    equal: Literal[True] = key("That all are equal: else there is no output")
+
+
+class ConversionReport(PlannedByRecipe, Report):
+    """report.json of `quantize run` with `experts.convert`: no texts, so neither calibration nor fidelity."""
+
+    conversion: Conversion = key("What was converted, and that all values are equal")
+    layers: list[ConvertedLayer] = key("Decoder layer by decoder layer")
+    seconds: Seconds = key("Durations")
+    peak_memory_bytes: int = key("Most memory that the process and its device used", "bytes")
+
+
+def checked(report: Mapping[str, Any]) -> RunReport | StitchReport | ConversionReport:
     """A report read from JSON; pydantic.ValidationError without the schema, as those of other versions may be."""
     if "stitched" in report:
         return StitchReport.model_validate(report)
+    if "conversion" in report:
+        return ConversionReport.model_validate(report)
     return (MeasuredRunReport if "kl" in report else RunReport).model_validate(report)

@@ -6,9 +6,20 @@ import math
 
 from quantizers.eval.fidelity.figures import Fidelity
 from quantizers.formats.format import ExpertFormat, format_of
+from quantizers.formats.lossless import TARGETS, Target
 from quantizers.system.formatting import number, size, size_from, text_table
 
-from .schema import Budget, ChosenLayer, Planned, PlannedRun, Report, RunReport, Schemes, StitchReport
+from .schema import (
+    Budget,
+    ChosenLayer,
+    ConversionReport,
+    Planned,
+    PlannedByRecipe,
+    Report,
+    RunReport,
+    Schemes,
+    StitchReport,
+)
 
 NAMES = {"gate": "w1 (gate)", "up": "w3 (up)", "down": "w2 (down)"}
 NAMELESS = "PATH_OR_ID"  # in the commands of a model card, until a repository is known
@@ -20,6 +31,8 @@ def summary(report: Report) -> list[str]:
     words = f"All {len(gates)} gates passed." if len(gates) > 1 else "The only gate passed."
     if failed := [gate.name for gate in gates if not gate.passed]:
         words = f"{len(failed)} of {len(gates)} gates failed: {', '.join(failed)}."
+    if isinstance(report, ConversionReport):
+        return [words, conversion_line(report)]
     if not isinstance(report, Fidelity):
         return [words]
     within = "its recipe sets no limit"
@@ -101,11 +114,12 @@ def _gain_line(schemes: Schemes) -> str:
 def layer_rows(schemes: Schemes) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows of a table: each layer's scheme with its measurements."""
     coarsest = schemes.coarsest
-    header = ("layer", "scheme", "bytes", "predicted KL", f"as {coarsest}", *(f"error of {m}" for m in NAMES))
+    names = [matrix for matrix in NAMES if matrix in schemes.by_matrix]
+    header = ("layer", "scheme", "bytes", "predicted KL", f"as {coarsest}", *(f"error of {m}" for m in names))
     rows = []
     for row in schemes.layers:
         losses = (f"{_loss(row, scheme):.5f}" for scheme in (row.scheme, coarsest))
-        errors = (f"{(row.by_matrix[coarsest][matrix] or 0.0) ** 0.5:.2%}" for matrix in NAMES)
+        errors = (f"{(row.by_matrix[coarsest][matrix] or 0.0) ** 0.5:.2%}" for matrix in names)
         rows.append((str(row.layer), row.scheme, f"{row.bytes:,}", *losses, *errors))
     return header, rows
 
@@ -133,16 +147,33 @@ def scheme_lines(report: Report) -> list[str]:
     return choice_lines(report.schemes) if isinstance(report, RunReport) and report.schemes else []
 
 
+def conversion_line(report: ConversionReport) -> str:
+    """The sentence with which a conversion proves that its numbers are the source's."""
+    made = report.conversion
+    return (
+        f"{made.matrices:,} matrices in {' and '.join(made.before)} were converted to {TARGETS[made.to].short}: all "
+        f"{made.values:,} values are equal to the source's."
+    )
+
+
+def converted_to(report: Planned) -> Target | None:
+    """What the experts of a report's output were converted to; None if they were quantized."""
+    experts = report.settings.recipe["experts"] if isinstance(report, PlannedByRecipe) else {}
+    return TARGETS.get(experts.get("convert", ""))
+
+
 def expert_schemes(report: Planned) -> list[ExpertFormat]:
-    """The experts' schemes, smallest first; several if layers differ, none before a run has chosen within a budget."""
+    """The experts' schemes, smallest first; several if layers differ, none before a run has chosen within a budget,
+    and for experts that are converted.
+    """
     if isinstance(report, StitchReport):
         return sorted(map(format_of, report.experts.schemes))
     if isinstance(report, RunReport) and report.schemes:
         return sorted({format_of(layer.as_dict()) for layer in report.schemes.layers})
-    assert isinstance(report, PlannedRun)
+    assert isinstance(report, PlannedByRecipe)
     experts = report.settings.recipe["experts"]
-    by_budget = not {"budget", "bits_per_weight"}.isdisjoint(experts)
-    return [] if by_budget else [format_of(experts)]
+    unknown = not {"budget", "bits_per_weight", "convert"}.isdisjoint(experts)
+    return [] if unknown else [format_of(experts)]
 
 
 def repository(report: Planned) -> str:

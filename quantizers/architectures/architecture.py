@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from quantizers.system.formatting import ranges
 from quantizers.system.strict_yaml import dump
 
-from .matrices import Matrix
+from .matrices import FUSED, MATRICES, WITHOUT_GATE, Matrix
 
 NEEDED = ("layers", "experts", "chosen", "hidden", "width", "vocabulary", "heads")  # of the sizes
 ROUTER, EXPERTS = "router", "experts"  # as readers of a norm
@@ -64,7 +64,13 @@ class KindFacts(Facts):
     halves: bool  # whether they run in two halves, see model/streamed_model.py
     alone: bool  # whether each sequence must go through them alone, since others beside it would change its states
     own_gate: bool = False  # whether their experts have a gate of their own, see gates.py
+    degree: int = 1  # of what down reads in up's rows, see gates.py; 0 where no scale of these passes through
     cached: str | None = None  # the attention module whose keys and values a server caches; not linear or latent ones
+
+    @property
+    def inner(self) -> int:
+        """The degree of a scale between up and down; 0 where there can be none."""
+        return 0 if self.own_gate else self.degree
 
 
 class HandedFacts(Facts):
@@ -148,6 +154,9 @@ class Modules(Facts):
         converted: transformers' names of parameters that it makes of other tensors, joined, split or transposed, with
             the published names of these.
         idle: transformers' names of parameters of other experts, through which no text goes. They need no weights.
+        transposed: whether the parameters of all experts are (E, H, 2I) and (E, I, H), not (E, 2I, H) and (E, H, I).
+        interleaved: whether gate and up take turns in the first of them.
+        weighs_inputs: whether the router weighs what experts read, see experts_call.py.
         norm, router, experts: paths of submodules. The experts read the norm's output; there may be no such module.
     """
 
@@ -156,9 +165,17 @@ class Modules(Facts):
     converted: dict[str, list[str]] = {}
     tables: dict[str, TableFacts] = {}
     idle: list[str] = []
+    transposed: bool = False
+    interleaved: bool = False
+    weighs_inputs: bool = False
     norm: str | None = None
     router: str
     experts: str
+
+    @property
+    def layout(self) -> dict[str, bool]:
+        """How a module holds the matrices of all experts, for functions in matrices.py."""
+        return {"transposed": self.transposed, "interleaved": self.interleaved}
 
 
 class Targets(Facts):
@@ -331,6 +348,31 @@ class Architecture(Known):
         return self.sizes["width"].value
 
     @property
+    def expert_inputs(self) -> int:
+        """Width of what a routed expert reads and returns: H, but where its input is projected to fewer numbers."""
+        return self.sizes["latent"].value if "latent" in self.sizes else self.hidden_size
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """The matrices of a routed expert, in their order."""
+        return tuple(matrix for matrix in MATRICES if matrix in self.expert_linears)
+
+    @property
+    def identities(self) -> int:
+        """Number of further experts of a layer without matrices: they return what they read. They come last."""
+        return self.sizes["identities"].value if "identities" in self.sizes else 0
+
+    @property
+    def expert_numbers(self) -> int:
+        """Numbers in all matrices of a routed expert."""
+        return len(self.matrices) * self.expert_inputs * self.expert_width
+
+    @property
+    def expert_parameters(self) -> dict[str, tuple[Matrix, ...]]:
+        """transformers' parameters of all experts of a layer, and which matrices they hold."""
+        return FUSED if "gate" in self.expert_linears else WITHOUT_GATE
+
+    @property
     def vocab_size(self) -> int:
         """Number of rows of the embedding table."""
         return self.sizes["vocabulary"].value
@@ -446,6 +488,15 @@ class Architecture(Known):
             if own
             else ""
         )
+        if self.identities:
+            gates += f"; {self.identities} experts of a layer have no matrices and return what they read"
+        if "gate" not in self.expert_linears:
+            scale = {
+                0: ", through which no scale passes",
+                1: ": a scale between w3 and w2 is exact",
+                2: ": a scale between w3 and w2 is exact, as its root in w3",
+            }
+            gates += f"; the experts have no gate{scale[max(kind.inner for kind in self.kinds if not kind.dense)]}"
         return (
             f"The architecture is derived from transformers' {self.model_class}, with which every layer is compared: "
             f"{fold}{again}{gates}. Probes on random weights, as a part of the largest value: {probes}"

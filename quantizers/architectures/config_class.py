@@ -14,9 +14,11 @@ from quantizers.system.errors import ArchitectureError
 
 from .contradictions import CORRECT, FACTOR, TEXT, refuse_two_spellings
 from .skeleton import FAILURES, Skeleton
+from .whole_class import config_class_of, saved_with_later
 
 FIRST_DENSE, TYPES = "first_k_dense_replace", "mlp_layer_types"
 DENSE, SPARSE = "dense", "sparse"
+CORRECTED = "correct this file"
 NUMBERS = (1, 2, 4)  # tried for a size, besides the class's own, which may not fit the others
 
 
@@ -31,13 +33,14 @@ def config_of(model_class: Any, config: Mapping[str, Any]) -> Any:
         FAILURES: the class takes no such values.
         ArchitectureError: one of the two is out of range, or two keys contradict each other.
     """
-    refuse_two_spellings(config, model_class.config_class)
+    config_class = config_class_of(model_class, config)
+    refuse_two_spellings(config, config_class)
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
 
     def number(entry: dict[str, Any]) -> Any:
         return float(entry["__float__"]) if entry.keys() == {"__float__"} else entry
 
-    made = model_class.config_class(**json.loads(json.dumps(plain), object_hook=number))
+    made = config_class(**json.loads(json.dumps(plain), object_hook=number))
     _hand_on_dense_layers(config, made)
     text = made.get_text_config()
     rotary = getattr(text, "rotary_dim", None)
@@ -120,13 +123,17 @@ def refusal(
             return False
         return True
 
-    keys = _culprits(config, cls.config_class(), works)
+    keys = _culprits(config, config_class_of(cls, config)(), works)
     if isinstance(failure, ArchitectureError) and not keys:
         return failure
     wrong = " and ".join(f"{key} is {json.dumps(value)}" for key, value in keys.items())
     reason = f"({type(failure).__name__}: {' '.join(str(failure).split())})"
     problem = f"transformers {transformers.__version__} cannot {verb} {cls.__name__} of it {reason}"
-    return ArchitectureError(wrong, problem, "correct this file")
+    later = saved_with_later(config)
+    remedy = (
+        f"the model was saved with transformers {later[0]}: {later[1]}, or correct this file" if later else CORRECTED
+    )
+    return ArchitectureError(wrong, problem, remedy)
 
 
 def _culprits(config: Mapping[str, Any], default: Any, works: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

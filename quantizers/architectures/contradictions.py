@@ -12,6 +12,8 @@ from typing import Any
 
 from quantizers.system.errors import ArchitectureError
 
+from .whole_class import config_class_of
+
 FACTOR = "partial_rotary_factor"  # the part of each head's channels that is rotated
 ROTARY = ("", "rope_parameters", "rope_scaling")  # where config.json may have keys about rotary embeddings
 TEXT = "text_config"  # the section about text in the config.json of a model with more than text
@@ -84,7 +86,7 @@ def refuse_another_type(config: Mapping[str, Any]) -> None:
     own: Any = getattr(getattr(transformers, name, None), "config_class", None)
     listed = CONFIG_MAPPING_NAMES.get(str(config.get("model_type")))
     meant: Any = getattr(transformers, listed, None) if listed else None
-    if own is None or meant is None:
+    if own is None or meant is None or config_class_of(getattr(transformers, name), config) is meant:
         return
     alike = issubclass(own, meant) or issubclass(meant, own)
     if not alike and own not in meant.sub_configs.values() and meant not in own.sub_configs.values():

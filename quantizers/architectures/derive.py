@@ -23,7 +23,7 @@ from quantizers.system.errors import ArchitectureError
 from .architecture import EXPERTS, ROUTER, Architecture, Family, HandedFacts, Stored
 from .config_class import config_of, refusal, rotated_channels
 from .contradictions import FACTOR, refuse_another_type
-from .matrices import MATRICES, PROJECTIONS, Matrix
+from .matrices import FUSED, PROJECTIONS, WITHOUT_GATE, Matrix
 from .roles import (
     EXACT,
     TOKENS,
@@ -36,13 +36,10 @@ from .roles import (
 )
 from .skeleton import (
     FAILURES,
-    NOT_BY_LAYER,
     NOT_QUANTIZED,
     Place,
     Skeleton,
     can_be_made,
-    differing_arguments,
-    model_class,
 )
 from .stored_tensors import (
     Header,
@@ -53,16 +50,19 @@ from .stored_tensors import (
     sort_out,
     tied_parameters,
 )
+from .whole_class import model_class
 
 INTEGERS = ("I32", "I64")  # numbers of something, such as of a table's rows
 BESIDES = {"float32", "mtp_layer", "roles", "aliases", "config"}  # keys of a family that no architecture has
 
 # This program's words for sizes, with their keys in config.json, of which a model has one.
 KEYS = {
-    "layers": ("num_hidden_layers",),
+    "layers": ("num_hidden_layers", "num_layers"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "identities": ("zero_expert_num",),  # experts without matrices
     "chosen": ("num_experts_per_tok",),
     "hidden": ("hidden_size",),
+    "latent": ("moe_latent_size",),  # where the experts read fewer numbers than a state has
     "width": ("moe_intermediate_size", "intermediate_size"),
     "vocabulary": ("vocab_size",),
     "heads": ("num_attention_heads",),
@@ -86,6 +86,10 @@ ONE_FOR_ALL = {  # the roles that must be the same in all layers with experts
     "chosen": "the number of experts per token",
     "scoring": "the router's scoring",
     "idle": "the list of experts that no text goes through",
+    "transposed": "whether experts are held transposed",
+    "interleaved": "whether gate and up take turns",
+    "weighs_inputs": "whether the router weighs what experts read",
+    "identities": "the number of experts without matrices",
 }
 
 
@@ -111,7 +115,8 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
         raise refusal(type(skeleton.model), parsed, _probed, failure) from None
     roles = _common(kinds)
     require_usable(roles, parsed["model_type"])
-    stored = sort_out(skeleton, {name: Header(dtype, shape) for name, dtype, shape in headers}, roles.idle)
+    stored_headers = {name: Header(dtype, shape) for name, dtype, shape in headers}
+    stored = sort_out(skeleton, stored_headers, roles.idle, roles.count if roles.identities else None)
     require_complete(skeleton, stored, roles.idle)
     refuse_more_layers(skeleton, stored)
     return Architecture.model_validate(_described(parsed, skeleton, stored, kinds, roles, handed))
@@ -120,11 +125,7 @@ def _derived(config: str, headers: tuple[tuple[str, str, tuple[int, ...]], ...])
 def _probed(skeleton: Skeleton) -> tuple[HandedFacts | None, list[Kind]]:
     """Find what layers hand on, and each kind of them with the roles of its parts."""
     handed = find_handed(skeleton)
-    tokens = torch.arange(TOKENS).unsqueeze(0)
-    for argument in differing_arguments(skeleton.calls_with(tokens), skeleton.calls(TOKENS)):
-        raise ArchitectureError(
-            skeleton.name, f"{argument} depends on the tokens, not on their number alone", NOT_BY_LAYER
-        )
+    skeleton.require_layers_alone(TOKENS)
     return handed, [Kind(numbers, *probe(skeleton, numbers[0], handed)) for numbers in kinds_of_layers(skeleton)]
 
 
@@ -142,7 +143,9 @@ def _described(
     stored = replace(stored, carried=[name for name in stored.carried if name not in scales])
     first = next(kind.layers[0] for kind in kinds if kind.roles)  # of the layers with experts
     experts = dict(skeleton.layers[first].get_submodule(roles.experts).named_parameters())
-    sizes = _sizes(skeleton, roles.chosen, experts["down_proj"].shape, config)
+    shapes = experts["down_proj"].shape
+    down = (shapes[0], shapes[2], shapes[1]) if roles.transposed else tuple(shapes)  # (E, H, I)
+    sizes = _sizes(skeleton, roles, down, config)
     router, call = roles.router_weight, skeleton.calls(TOKENS)[0]
     return {
         "model_type": config["model_type"],
@@ -157,7 +160,7 @@ def _described(
         "handed": handed and handed.model_dump(),
         "tokens": bool(call.tokens),
         "streams": call.states[0, 0].numel() // sizes["hidden"]["value"],
-        **_experts(stored, first, roles.experts, experts),
+        **_experts(stored, first, roles.experts, experts, down),
         "norm": _norm(stored, roles),
         "router": {
             "tensor": stored.published(router),
@@ -169,8 +172,11 @@ def _described(
             "converted": {name: parts for name, parts in stored.converted.items() if name not in tables},
             "tables": {name.removesuffix(".weight"): table for name, (_, table) in tables.items()},
             "idle": list(roles.idle),
+            "transposed": roles.transposed,
+            "interleaved": roles.interleaved,
+            "weighs_inputs": roles.weighs_inputs,
             "norm": roles.norm,
-            "router": router.rpartition(".")[0],
+            "router": roles.router,
             "experts": roles.experts,
         },
         "positions": getattr(skeleton.config.get_text_config(), "max_position_embeddings", None),
@@ -237,6 +243,7 @@ def _with_data(family: Family, config: dict[str, Any], skeleton: Skeleton, names
     roles = Roles(
         experts=own.experts,
         router_weight=f"{own.router}.weight",
+        router=own.router,
         router_follows=True,
         chosen=skeleton.config.num_experts_per_tok,
         scoring=own.scoring,
@@ -266,14 +273,14 @@ def _class_headers(skeleton: Skeleton, experts: str, float32: Sequence[str]) -> 
     """The headers of the files that the class itself would write, of one of the experts.
 
     Args:
-        float32: names of tensors that are published so, besides those that the class keeps so.
+        float32: names of tensors that are published so. (What a class keeps so in memory is another thing, and differs
+            between versions of transformers.)
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    precise = (*float32, *(getattr(skeleton.model, "_keep_in_fp32_modules_strict", None) or ()))
     of_one = {name: t[:1] if f".{experts}." in name else t for name, t in skeleton.parameters.items()}
     written = revert_weight_conversion(skeleton.model, of_one)
-    dtypes = {name: "F32" if name.endswith(precise) else "BF16" for name in written}
+    dtypes = {name: "F32" if name.endswith(tuple(float32)) else "BF16" for name in written}
     return {name: Header(dtypes[name], tuple(tensor.shape)) for name, tensor in written.items()}
 
 
@@ -352,7 +359,7 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
         raise ArchitectureError("", "architectures does not name the model's class", "give a published config.json")
     import transformers
 
-    cls = model_class(names[0], "architectures")
+    cls = model_class(names[0], "architectures", config)
     try:
         skeleton = Skeleton(cls, config_of(cls, config))
     except FAILURES as failure:
@@ -372,7 +379,7 @@ def skeleton_of(config: dict[str, Any]) -> Skeleton:
             f"{names[0]} has an encoder, which this program does not compute",
             "give a model that is a decoder alone",
         )
-    if skeleton.model.get_output_embeddings() is None:
+    if skeleton.head is None:
         raise ArchitectureError(
             "architectures", f"{names[0]} has no head that predicts tokens", "give a model that has one"
         )
@@ -425,19 +432,22 @@ def _common(kinds: Sequence[Kind]) -> Roles:
     return replace(layers[0], readers=readers, probes=probes)
 
 
-def _sizes(skeleton: Skeleton, chosen: int, down: Sequence[int], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts about the sizes of a model whose experts have `down_proj` of a shape (E, H, I)."""
+def _sizes(skeleton: Skeleton, roles: Roles, down: Sequence[int], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts about the sizes of a model whose experts have `down_proj` of a shape (E, rows, I)."""
     config = skeleton.config.get_text_config()
     sizes = {
         "layers": len(skeleton.layers),
         "experts": down[0],
-        "chosen": chosen,
-        "hidden": down[1],
+        "chosen": roles.chosen,
+        "hidden": skeleton.calls(TOKENS)[0].states.shape[-1],
         "width": down[2],
         "vocabulary": skeleton.model.get_input_embeddings().weight.shape[0],
-        "heads": config.num_attention_heads,
+        # Some classes have no such attributes, but one for each layer; others have them under another name.
+        "heads": config.to_dict().get(KEYS["heads"][0]) or config.num_attention_heads,
     }
-    kv_heads = config.to_dict().get(KEYS["kv_heads"][0])  # some classes have no such attribute, but one for each layer
+    sizes |= {"latent": down[1]} if down[1] != sizes["hidden"] else {}
+    sizes |= {"identities": roles.identities} if roles.identities else {}
+    kv_heads = config.to_dict().get(KEYS["kv_heads"][0])
     sizes |= {"kv_heads": kv_heads} if type(kv_heads) is int else {}
     if (getattr(config, "n_group", None) or 1) > 1:
         sizes |= {"groups": config.n_group, "chosen_groups": config.topk_group}
@@ -454,7 +464,7 @@ def _outside(skeleton: Skeleton, stored: StoredTensors) -> dict[str, Any]:
     """The facts about the tensors outside the layers."""
     names = {place.parameter: name for name, place in stored.outside.items()}
     embedding = names[parameter_of(skeleton, skeleton.model.get_input_embeddings())]
-    head = names.get(parameter_of(skeleton, skeleton.model.get_output_embeddings()), embedding)
+    head = names.get(parameter_of(skeleton, skeleton.head), embedding)
     tensors = {
         name: _tensor(skeleton.parameters[place.parameter].shape, stored.headers[name], place, stored)
         for name, place in stored.outside.items()
@@ -563,6 +573,7 @@ def _kinds(
                 "halves": of_experts is not None and of_experts.probes["halves"] < EXACT and not keeps_more,
                 "alone": not batch < EXACT,
                 "own_gate": of_experts is not None and of_experts.own_gate,
+                "degree": 1 if of_experts is None else of_experts.degree,
                 "cached": _cached(own["linears"], stored.layers[number], attention),
             }
             result.setdefault(json.dumps(facts), facts | {"layers": []})["layers"].append(number)
@@ -595,14 +606,19 @@ def _layer_tensors(skeleton: Skeleton, stored: StoredTensors, number: int, roles
 
 
 def _experts(
-    stored: StoredTensors, number: int, module: str, parameters: Mapping[str, torch.nn.Parameter]
+    stored: StoredTensors,
+    number: int,
+    module: str,
+    parameters: Mapping[str, torch.nn.Parameter],
+    down: Sequence[int],
 ) -> dict[str, Any]:
     """The facts about the names and shapes of the routed experts' matrices; refuses a layout that is not known here.
 
     Tensors of all experts may have any names: transformers' rules say which parameter they are, or which part of it.
     """
-    _, hidden, width = parameters["down_proj"].shape
+    _, hidden, width = down
     shapes = {"gate": [width, hidden], "up": [width, hidden], "down": [hidden, width]}
+    held = FUSED if "gate_up_proj" in parameters else WITHOUT_GATE
     names: dict[Matrix, str] = {}
     fused: dict[str, list[Matrix]] = {}
     prefixes = set()
@@ -611,14 +627,14 @@ def _experts(
         if path != module:
             continue
         single, shape = re.fullmatch(r"(.*\.)\d+\.(.+)\.weight", name), stored.header(number, name).shape
-        matrix: Matrix = "down" if parameter == "down_proj" else "up" if place.part else "gate"
+        matrix = held[parameter][place.part or 0]
         if single:
             names[matrix] = single[2]
             prefixes.add(single[1])
         elif name.endswith(f".{parameter}") and place.part is None:
             prefixes.add(name.removesuffix(parameter))
         elif place.part is None and shape == parameters[parameter].shape:
-            fused[name] = ["down"] if parameter == "down_proj" else ["gate", "up"]
+            fused[name] = [*held[parameter]]
         elif list(shape[1:]) == shapes[matrix] and hidden != width:  # else nothing tells it from a transposed one
             fused[name] = [matrix]
         else:
@@ -629,5 +645,6 @@ def _experts(
                 "give a checkpoint with one tensor for each expert's matrix",
             )
     (prefix,) = prefixes or {f"{module}."}
-    linears = {m: {"name": names.get(m, PROJECTIONS[m]), "shape": shapes[m]} for m in MATRICES}
+    matrices = [matrix for parts in held.values() for matrix in parts]
+    linears = {m: {"name": names.get(m, PROJECTIONS[m]), "shape": shapes[m]} for m in matrices}
     return {"expert_prefix": prefix + "{expert}.", "expert_linears": linears, "fused": fused}

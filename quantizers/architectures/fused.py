@@ -15,6 +15,8 @@ FUSED_IN_SOME: Final = FUSED | {
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),  # SGLang
     "w13": ("w1", "w3"),
 }
+# What vLLM since 0.32 looks up beside the two matrices of an expert without a gate: it formats the name that is None.
+NO_MATRIX: Final = "None"
 # Names of attention's, shared experts' and dense layers' matrices, which servers take in FP8. Not among them are those
 # that make a number for each head or token, such as `shared_expert_gate`: servers build them plain.
 ATTENTION: Final = (

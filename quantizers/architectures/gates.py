@@ -2,6 +2,8 @@
 
 Most compute act(gate) * up, which a scale between w3 and w2 passes through unchanged. Others have a gate of their own,
 clamped or shifted, which lets none through: their module's `_apply_gate`, which all of transformers' ways call.
+Experts without a gate compute act(up). A positive scale s of up's rows comes out of it as s^n where act is homogeneous
+of degree n: relu 1, its square 2. Out of others it does not.
 
 Legend: I width of an expert, T tokens.
 """
@@ -13,7 +15,9 @@ from typing import Any
 
 import torch
 
-Gate = Callable[[torch.Tensor], torch.Tensor]  # x w1ᵀ above x w3ᵀ (…, 2I, T) ─► h (…, I, T), in new memory
+from .matrices import first_parameter
+
+Gate = Callable[[torch.Tensor], torch.Tensor]  # x w1ᵀ above x w3ᵀ (…, 2I, T), or x w3ᵀ (…, I, T) ─► h (…, I, T)
 TOKENS = 1024  # that go through a module's own gate at a time, which needs several arrays of their size
 
 
@@ -28,9 +32,10 @@ def plain_gate(activation: Callable[[torch.Tensor], torch.Tensor]) -> Gate:
 
 
 def gate_of(experts: Any, own: bool) -> Gate:
-    """The gate of a module of experts: its own, or act(gate) * up with its activation."""
+    """The gate of a module of experts: its own, or act(gate) * up with its activation, or act(up) without a gate."""
     if not own:
-        return plain_gate(getattr(experts, "act_fn", torch.nn.functional.silu))
+        activation: Gate = getattr(experts, "act_fn", torch.nn.functional.silu)
+        return plain_gate(activation) if first_parameter(experts) == "gate_up_proj" else activation
 
     def gate(products: torch.Tensor) -> torch.Tensor:
         *batch, double, tokens = products.shape

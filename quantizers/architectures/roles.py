@@ -25,13 +25,13 @@ from quantizers.system.errors import ArchitectureError
 
 from .architecture import HandedFacts
 from .attention import keys_and_values
-from .gates import Gate, gate_of
+from .expert_probes import ExpertsModule, relative_distance
+from .experts_call import experts_per_token, replaced_experts
 from .matrices import FUSED
 from .skeleton import NOT_BY_LAYER, NOT_QUANTIZED, Call, Skeleton, first, replaced_forward, scores
 
 TOKENS = 32
 EXACT = 1e-4  # of a probe in float32: sums in another order differ by less, anything that is not exact by far more
-LARGE = 20.0  # times ordinary activations: a product that is clamped shows only there
 LONG = 4096  # tokens: what layers hand on may grow with them, up to a number that config.json has
 PLAIN = ("product", "up_down", "large")  # probes of act(gate) * up
 HUGE = 2**30  # numbers in a table that are never filled: its rows are one
@@ -51,6 +51,7 @@ class Roles:
 
     experts: str  # the module of all routed experts, with `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I)
     router_weight: str  # the name of the matrix that makes the router's logits
+    router: str  # the module that is called for them
     router_follows: bool  # whether it reads what the experts read, so that it must follow a scale that is folded
     chosen: int  # K
     scoring: Literal["sigmoid", "softmax"]  # what the router makes of its logits; softmax where neither is seen
@@ -60,12 +61,29 @@ class Roles:
     probes: dict[
         str, float
     ]  # the largest difference of each probe by name, as a part of the largest value: see `probe`
+    transposed: bool = False  # how the experts' module holds their matrices, see `Modules`; and the next
+    interleaved: bool = False
+    weighs_inputs: bool = False  # see experts_call.py
+    count: int = 0  # of experts with matrices
+    identities: int = 0  # the number of experts without matrices, after the others
     idle: tuple[str, ...] = ()  # the parameters of other experts, through which no text goes
 
     @property
     def own_gate(self) -> bool:
         """Whether the experts have a gate of their own, see gates.py."""
-        return not all(self.probes[name] < EXACT for name in PLAIN)
+        return self.has_gate and not all(self.probes[name] < EXACT for name in PLAIN)
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether an expert has three matrices; the probe `squared` is made of others alone."""
+        return "squared" not in self.probes
+
+    @property
+    def degree(self) -> int:
+        """The degree of what down reads in up's rows, see gates.py: 0 where no scale of these passes through."""
+        if self.has_gate:
+            return 1
+        return next((n for n, name in enumerate(("up_down", "squared"), 1) if self.probes[name] < EXACT), 0)
 
 
 def kinds_of_layers(skeleton: Skeleton) -> list[list[int]]:
@@ -111,14 +129,17 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
     That is the path of the one whose keys and values arrive at transformers' attention interface, None without any.
 
     Args:
-        handed: what layers hand on; sequences then go through them alone, so `batch` is infinite.
+        handed: what layers hand on; sequences then go through them alone, so `batch` is infinite. So it is where
+            experts get all tokens in E blocks, for the memory that these need.
 
     The probes, each a difference that is 0 but for rounding where the claim holds:
         batch       sequences that run together, padded at their ends, give what each gives alone
         tokens      the experts treat every token alone, and are linear in its routing weights
-        product     an expert is down · (act(gate · x) * (up · x)), gate above up in `gate_up_proj`
+        product     an expert is down · (act(gate · x) * (up · x)), gate above up in `gate_up_proj`; or, without a
+                    gate, down · act(up · x)
         up_down     a scale may lie between up and down
-        large       the last two at activations 20 times as large
+        squared     a scale may lie in up, and its square in down; of experts without a gate alone
+        large       product and up_down at activations 20 times as large; without a gate product alone
         gate        an expert is down · gate(gate_up · x) with a gate of its own, at both sizes of activations
         fold        a scale may be divided out of the norm, and multiplied into the experts, and into the router if it
                     reads the norm too
@@ -150,7 +171,8 @@ def probe(skeleton: Skeleton, number: int, handed: HandedFacts | None = None) ->
         try:
             probed = _Layer(skeleton.calls(TOKENS)[number], value, layer, path, model) if path else None
             with keys_and_values(layer, see):
-                batch = math.inf if handed else _batch(skeleton, number, layer, path)
+                alone = handed or (probed and probed.held.weighs_inputs)
+                batch = math.inf if alone else _batch(skeleton, number, layer, path)
         except KeyError as failure:
             raise ArchitectureError(
                 model,
@@ -171,7 +193,9 @@ def require_usable(roles: Roles, model_type: str) -> None:
         "up_down": "its experts are not linear in up",
         "large": "its experts compute another product where activations are large, as with a clamp",
     }
-    explained = PLAIN if roles.probes["gate"] < EXACT else ()
+    explained: Sequence[str] = PLAIN if roles.probes["gate"] < EXACT else ()
+    if not roles.has_gate:
+        needed["product"], explained = "its experts compute another product than down · act(up · x)", ["up_down"]
     for name, meaning in needed.items():
         if name not in explained and not roles.probes[name] < EXACT:
             raise ArchitectureError(
@@ -240,12 +264,6 @@ def _called_experts(layer: torch.nn.Module) -> dict[str, int]:
 # Probes -------------------------------------------------------------------------------------------------------------
 
 
-def _relative_distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, as a part of the largest value of the second; infinite if a value is not finite."""
-    distance = float((actual - expected).abs().max() / (expected.abs().max() + 1e-30))
-    return math.inf if math.isnan(distance) else distance
-
-
 def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str | None) -> float:
     """Measure how far two sequences in a padded batch are from each alone; infinite if the layer takes no batch."""
     lengths, shape = (TOKENS, TOKENS - 9), skeleton.calls(TOKENS)[number].states.shape
@@ -255,7 +273,7 @@ def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str
 
     with contextlib.ExitStack() as stack:
         if experts:
-            stack.enter_context(replaced_forward(layer.get_submodule(experts), weighted))
+            stack.enter_context(replaced_experts(layer.get_submodule(experts), weighted))
         try:
             together = first(layer(**skeleton.calls(TOKENS)[number].of(states, None, tokens)))
         except (IndexError, RuntimeError):
@@ -264,7 +282,7 @@ def _batch(skeleton: Skeleton, number: int, layer: torch.nn.Module, experts: str
             first(layer(**skeleton.calls(n)[number].of(states[i : i + 1, :n], None, tokens[i : i + 1, :n])))
             for i, n in enumerate(lengths)
         ]
-    return max(_relative_distance(together[i, : output.shape[1]], output[0]) for i, output in enumerate(alone))
+    return max(relative_distance(together[i, : output.shape[1]], output[0]) for i, output in enumerate(alone))
 
 
 def weighted(states: torch.Tensor, _: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -289,7 +307,7 @@ def run_without_numbers(skeleton: Skeleton, number: int, arguments: Mapping[str,
     on_meta = tree_map(lambda leaf: leaf.to("meta") if torch.is_tensor(leaf) else leaf, dict(arguments))
     with contextlib.ExitStack() as stack:
         if path:
-            stack.enter_context(replaced_forward(layer.get_submodule(path), weighted))
+            stack.enter_context(replaced_experts(layer.get_submodule(path), weighted))
         # How many rows a mask chooses is not known without numbers: all of them. The module gets `patch` when it is
         # imported, which types cannot know.
         stack.enter_context(_config.patch(meta_nonzero_assume_all_nonzero=True))  # type: ignore[attr-defined]
@@ -343,15 +361,15 @@ class _Layer:
         self.path = path
         self.model = model
         self.experts: Any = layer.get_submodule(path)
-        self._require_plain()
-        self.count, self.hidden = layer.get_parameter(f"{path}.down_proj").shape[:2]
+        self.held = ExpertsModule(self.experts, model)
+        self.count, self.hidden = self.held.count, self.held.inputs
         self.generator = torch.Generator().manual_seed(0)
         self.states = torch.randn(call.states.shape, generator=self.generator)
         self.call = call
         self.handed = handed
         self.tokens = torch.arange(TOKENS).unsqueeze(0)
         # Σ_k weight_k · (x ∘ mix[index_k]): linear in x, another for each expert, and no matrix.
-        self.mix = torch.randn(self.count, self.hidden, generator=self.generator)
+        self.mix = torch.randn(self.count + self.held.identities, self.hidden, generator=self.generator)
         self.undone: torch.Tensor | float = 1.0  # by which the experts' input is multiplied
         self.inputs: dict[str, tuple[Any, ...]] = {}  # of the modules in the first run, by path
         self.outputs: dict[str, Any] = {}
@@ -364,22 +382,17 @@ class _Layer:
         if path not in self.inputs:
             raise self._refused(f"no text goes through {path}, most of its experts")
         self.x, self.index, self.weight = self.arguments
+        if self.held.weighs_inputs and (most := experts_per_token(self.inputs[path][0], self.count)) > 1:
+            raise self._refused(f"each of the {most} experts of a token reads another multiple of its state")
 
     def _refused(self, reason: str) -> ArchitectureError:
         return ArchitectureError(self.model, reason, NOT_QUANTIZED)
 
-    def _require_plain(self) -> None:
-        shapes = {name: list(p.shape) for name, p in self.experts.named_parameters()}
-        plain = set(shapes) == set(FUSED)
-        if plain:
-            (count, double, hidden), down = shapes["gate_up_proj"], shapes["down_proj"]
-            plain = down == [count, hidden, double // 2] and not getattr(self.experts, "is_transposed", False)
-        if not plain:
-            held = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-            raise self._refused(f"its experts hold {held}, not gate_up_proj [E, 2I, H] and down_proj [E, H, I] alone")
-
     def _stand_in(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return ((x * self.undone).unsqueeze(1) * self.mix[index] * weight.to(x.dtype).unsqueeze(-1)).sum(1)
+        read = (x * self.undone).unsqueeze(1)
+        if self.held.identities:  # which have no matrix into which a scale could be multiplied
+            read = torch.where((index < self.count).unsqueeze(-1), read, x.unsqueeze(1))
+        return (read * self.mix[index] * weight.to(x.dtype).unsqueeze(-1)).sum(1)
 
     def run(self, changed: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """The layer's output, with the stand-in for the experts, and with other parameters of these names."""
@@ -397,7 +410,7 @@ class _Layer:
             return self._stand_in(*arguments)
 
         given = self.call.of(self.states, self.handed, self.tokens)
-        with replaced_forward(self.experts, forward):
+        with replaced_experts(self.experts, forward):
             return first(functional_call(self.layer, dict(changed or {}), (), given))
 
     def _observe(self, name: str, _: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -407,7 +420,7 @@ class _Layer:
         self.inputs[name], self.outputs[name] = (*args, *kwargs.values()), output
 
     def roles(self) -> Roles:
-        probes = self._expert_probes() | {"fold": 1.0, "halves": 1.0}
+        probes = self.held.probes(self.generator) | {"fold": 1.0, "halves": 1.0}
         norm, router = self._norm(), self._router()
         follows = self._reads_the_same(router)
         offset = None
@@ -423,13 +436,34 @@ class _Layer:
                 if probes["fold"] >= EXACT and not explained:
                     readers.append("residual")
         return Roles(
-            self.path, router, follows, self.index.shape[1], self._scoring(router), norm, offset, tuple(readers), probes
+            self.path,
+            router,
+            self._module_of(router),
+            follows,
+            self.index.shape[1],
+            self._scoring(router),
+            norm,
+            offset,
+            tuple(readers),
+            probes,
+            transposed=self.held.transposed,
+            interleaved=self.held.interleaved,
+            weighs_inputs=self.held.weighs_inputs,
+            count=self.count,
+            identities=self.held.identities,
         )
 
     def _is_input(self, value: Any) -> bool:
-        """Whether this is what the experts read, in whatever shape (…, H)."""
-        states = torch.is_tensor(value) and value.dim() > 1 and value.shape[-1] == self.hidden
-        return states and torch.equal(value.reshape(-1, self.hidden), self.x)
+        """Whether this is what the experts read, in whatever shape (…, H), or a multiple of each row of it."""
+        if not (torch.is_tensor(value) and value.dim() > 1 and value.shape[-1] == self.hidden):
+            return False
+        rows = value.reshape(-1, self.hidden)
+        if not self.held.weighs_inputs:
+            return torch.equal(rows, self.x)
+        if rows.shape != self.x.shape:
+            return False
+        score = (rows * self.x).sum(-1, keepdim=True) / rows.square().sum(-1, keepdim=True)
+        return relative_distance(rows * score, self.x) < EXACT
 
     def _norm(self) -> str | None:
         """The module with weights whose output is what the experts read."""
@@ -459,27 +493,43 @@ class _Layer:
         def same(rows: torch.Tensor) -> bool:
             return bool((rows == rows[0]).all())
 
-        for name in sorted(columns, key=lambda matrix: columns[matrix]):
+        candidates = sorted(columns, key=lambda matrix: columns[matrix])
+        candidates += [
+            name for name in self._rows_for_experts() if name not in columns
+        ]  # of modules that are not called
+        for name in candidates:
             self.run({name: torch.zeros_like(self.layer.get_parameter(name))})
             _, index, weight = self.arguments
             if same(index) or (torch.equal(index, self.index) and same(weight)):
                 return name
         raise self._refused(f"no matrix of a layer makes scores by which its {self.count} experts are chosen")
 
+    def _rows_for_experts(self) -> list[str]:
+        """The matrices (R, H) with a row for each expert, or more."""
+        matrices = {name: p for name, p in self.layer.named_parameters() if p.dim() == 2 and "expert" not in name}
+        return [name for name, p in matrices.items() if len(p) == self.count + self.held.identities]
+
+    def _module_of(self, matrix: str) -> str:
+        """The path of the module with a matrix, or of the one around it that is called."""
+        path = matrix.rpartition(".")[0]
+        while path and path not in self.inputs:
+            path = path.rpartition(".")[0]
+        return path
+
     def _reads_the_same(self, matrix: str) -> bool:
         """Whether the module of a matrix reads what the experts read."""
-        inputs = self.inputs[matrix.rpartition(".")[0]]
+        inputs = self.inputs[self._module_of(matrix)]
         return bool(inputs) and self._is_input(inputs[0])
 
     def _scoring(self, router: str) -> Literal["sigmoid", "softmax"]:
         """Whose scores have the ratios of the routing weights."""
-        weight, read = self.layer.get_parameter(router), self.inputs[router.rpartition(".")[0]][0]
+        weight, read = self.layer.get_parameter(router), self.inputs[self._module_of(router)][0]
         logits = torch.nn.functional.linear(read.reshape(-1, weight.shape[1]), weight)
         ratios = self.weight / self.weight[:, :1]
         scores = logits.sigmoid().gather(1, self.index.long())
         return (
             "sigmoid"
-            if self.index.shape[1] > 1 and _relative_distance(scores / scores[:, :1], ratios) < EXACT
+            if self.index.shape[1] > 1 and relative_distance(scores / scores[:, :1], ratios) < EXACT
             else "softmax"
         )
 
@@ -509,7 +559,7 @@ class _Layer:
         weight.add_(1)
         normed = module(states) - before
         weight.sub_(1)
-        return min((0, 1), key=lambda offset: _relative_distance(normed * (weight + offset), before))
+        return min((0, 1), key=lambda offset: relative_distance(normed * (weight + offset), before))
 
     def _fold(self, norm: str, offset: int, readers: Sequence[str]) -> float:
         """The norm divided by a scale, the experts' input and these readers multiplied by it."""
@@ -518,7 +568,7 @@ class _Layer:
         (name, weight), *_ = self.layer.get_submodule(norm).named_parameters(prefix=norm)
         changed[name] = (weight + offset) / scale - offset
         self.undone = scale
-        folded = _relative_distance(self.run(changed), self.output)
+        folded = relative_distance(self.run(changed), self.output)
         self.undone = 1.0
         return folded
 
@@ -531,49 +581,10 @@ class _Layer:
         try:
             with replaced_forward(block, lambda states, *_, **__: torch.zeros_like(states)):
                 residual = self.run().reshape(-1, self.hidden)
-            with replaced_forward(self.experts, self._stand_in):
+            with replaced_experts(self.experts, self._stand_in):
                 added = block(self.layer.get_submodule(norm)(residual.unsqueeze(0)))
             if not torch.is_tensor(added):
                 return 1.0
-            return _relative_distance(residual + added[0], self.output.reshape(-1, self.hidden))
+            return relative_distance(residual + added[0], self.output.reshape(-1, self.hidden))
         except (TypeError, ValueError, RuntimeError, AttributeError):
             return 1.0  # the layer asks more of its block than to add its output
-
-    def _expert_probes(self) -> dict[str, float]:
-        """The probes of the experts' module by itself, with the matrices of one expert for all."""
-        width, hidden = int(self.experts.down_proj.shape[2]), self.hidden
-        gate_up = torch.randn(2 * width, hidden, generator=self.generator) * hidden**-0.5
-        down = torch.randn(hidden, width, generator=self.generator) * width**-0.5
-        scale = torch.exp(0.5 * torch.randn(width, 1, generator=self.generator))
-        x = torch.randn(8, hidden, generator=self.generator)
-        index = torch.zeros(8, 1, dtype=torch.int64)
-        weight = torch.rand(8, 1, generator=self.generator) + 0.5
-
-        def run(gate_up: torch.Tensor, down: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            for name, matrix in zip(FUSED, (gate_up, down), strict=True):
-                every = matrix.expand(self.count, *matrix.shape)
-                setattr(self.experts, name, torch.nn.Parameter(every, requires_grad=False))
-            return first(self.experts(rows, index, weights))
-
-        def moved(rows: torch.Tensor) -> float:
-            gate, up = gate_up.chunk(2)
-            scaled = run(torch.cat([gate, up / scale]), down * scale.T, rows, weight)
-            return _relative_distance(scaled, run(gate_up, down, rows, weight))
-
-        def product(rows: torch.Tensor, gate: Gate) -> float:
-            h = gate(gate_up @ rows.mT)
-            return _relative_distance((down @ h).mT * weight, run(gate_up, down, rows, weight))
-
-        plain = gate_of(self.experts, own=False)
-        own = gate_of(self.experts, own=True) if hasattr(self.experts, "_apply_gate") else None
-
-        output = run(gate_up, down, x, weight)
-        backwards = run(gate_up, down, x.flip(0), weight.flip(0)).flip(0)
-        unweighted = run(gate_up, down, x, torch.ones_like(weight))
-        return {
-            "tokens": max(_relative_distance(backwards, output), _relative_distance(unweighted * weight, output)),
-            "product": product(x, plain),
-            "up_down": moved(x),
-            "large": max(product(LARGE * x, plain), moved(LARGE * x)),
-            "gate": max(product(x, own), product(LARGE * x, own)) if own else 1.0,
-        }

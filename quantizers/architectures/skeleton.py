@@ -113,6 +113,12 @@ class Skeleton:
         self._calls: dict[int, list[Call]] = {}  # by length, views of the longest
         self._other: dict[int, list[Call]] = {}
 
+    @cached_property
+    def head(self) -> Any:
+        """The module that makes the logits: the model's own, or that of the model of text within it; None without."""
+        models = (module for module in self.model.modules() if hasattr(module, "get_output_embeddings"))
+        return next((head for model in models if (head := model.get_output_embeddings()) is not None), None)
+
     def layer(self, number: int) -> torch.nn.Module:
         """A copy of a decoder layer, to be given weights."""
         config = getattr(self.layers[number], "config", self.config)
@@ -137,13 +143,32 @@ class Skeleton:
             self._calls[length] = begun
         return self._calls[length]
 
-    def calls_with(self, tokens: torch.Tensor) -> list[Call]:
-        """The same for token ids (B, T) int64."""
-        # Norms and scales before the layers have no weights yet: zeros, as the states are.
+    def calls_with(self, tokens: torch.Tensor, leaving: torch.Tensor | None = None) -> list[Call]:
+        """The same for token ids (B, T) int64, and with what all layers return instead of zeros."""
+        return self._record(tokens, layers=len(self.layers), leaving=leaving, weights=self._zeros())[0]
+
+    def _zeros(self) -> dict[str, torch.Tensor]:
+        """Zeros, as the states are, for what has no weights yet outside the layers, by name; one number each."""
         outside = {n: p for n, p in self.model.named_parameters() if p.is_meta and not n.startswith(f"{self.path}.")}
-        vectors = {name: parameter for name, parameter in outside.items() if parameter.dim() == 1}
-        zeros = {n: torch.zeros(p.shape, dtype=self.dtype, device=self.device) for n, p in vectors.items()}
-        return self._record(tokens, layers=len(self.layers), weights=zeros)[0]
+        zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        return {name: zero.expand(parameter.shape) for name, parameter in outside.items()}
+
+    def require_layers_alone(self, length: int) -> None:
+        """Refuse a model whose layers, called one after the other with the arguments of `calls`, are not all of it.
+
+        Raises:
+            ArchitectureError: an argument depends on the tokens, or on what earlier layers return; layers are called
+                again; or the forward fails behind them.
+        """
+        calls, tokens = self.calls(length), torch.arange(length, device=self.device).unsqueeze(0)
+        for argument in differing_arguments(self.calls_with(tokens), calls):
+            raise ArchitectureError(
+                self.name, f"{argument} depends on the tokens, not on their number alone", NOT_BY_LAYER
+            )
+        for argument in differing_arguments(self.calls_with(tokens, torch.ones_like(calls[0].states)), calls):
+            raise ArchitectureError(self.name, f"{argument} is made of what earlier layers return", NOT_BY_LAYER)
+        with replaced_forward(self.head, lambda rows: rows):
+            self._record(tokens, weights=self._zeros())
 
     def begin(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         """The states (B, T, H) that enter layer 0, from token ids (B, T) int64 and the embedding table."""
@@ -166,14 +191,14 @@ class Skeleton:
             raise _Reached
 
         tokens = torch.zeros(states.shape[:2], dtype=torch.int64, device=self.device)
-        with replaced_forward(self.model.get_output_embeddings(), head):
+        with replaced_forward(self.head, head):
             self._record(tokens, leaving=states)
         return multiplied[0]
 
     def logits(self, products: torch.Tensor) -> torch.Tensor:
         """The logits (1, T, V) that the model makes of its head's products (1, T, V), which it may scale or cap."""
         tokens = torch.zeros(products.shape[:2], dtype=torch.int64, device=self.device)
-        head = self.model.get_output_embeddings()
+        head = self.head
         bias = getattr(head, "bias", None)
         biased = products if bias is None else products + bias.to(products.dtype)
         with replaced_forward(head, lambda _: biased):
@@ -211,8 +236,8 @@ class Skeleton:
                 with contextlib.suppress(_Reached), contextlib.ExitStack() as stack:
                     if not embed:
                         stack.enter_context(replaced_forward(table, zeros))
-                    for layer in self.layers:
-                        recorder = _recorder(layer, calls, tokens, layers, leaving, entries)
+                    for number, layer in enumerate(self.layers):
+                        recorder = _recorder(layer, calls, tokens, layers, leaving, entries, number=number)
                         stack.enter_context(replaced_forward(layer, recorder))
                     given = {"input_ids": tokens, "use_cache": False}
                     logits = torch.func.functional_call(self.model, dict(weights or {}), (), given).logits
@@ -307,24 +332,6 @@ def _keeps_shape(converter: Any) -> bool:
     return converter is None or all(getattr(operation, "check_dims", False) for operation in converter.operations)
 
 
-def model_class(name: str, source: str) -> Any:
-    """transformers' class of a whole model, of this name; `source` is what gives the name, for the message.
-
-    Raises:
-        ArchitectureError: transformers has none of this name.
-    """
-    import transformers
-
-    cls = getattr(transformers, name, None)
-    if not hasattr(cls, "config_class"):
-        raise ArchitectureError(
-            source,
-            f"transformers {transformers.__version__} has no {name}",
-            "give a model that it has, or facts with `source.facts` that name another class",
-        )
-    return cls
-
-
 @cache  # a large model is made of them
 def can_be_made(model_class: Any) -> bool:
     """Whether transformers can make a model of its config class's own defaults."""
@@ -383,6 +390,8 @@ def _recorder(
     layers: int | None,
     leaving: torch.Tensor | None,
     entries: int,
+    *,
+    number: int,
 ) -> Callable[..., Any]:
     """A layer's forward that keeps its arguments, see `Skeleton._record`."""
     signature = inspect.signature(layer.forward)
@@ -400,6 +409,8 @@ def _recorder(
             for leaf in tree_leaves(value)
         ):
             raise ValueError("a layer gets what another than the one before returns")
+        if number != len(calls):
+            raise ValueError(f"layer {number} is called as number {len(calls)}, since layers are called again")
         calls.append(Call(given, states, name, handed, tuple(k for k, value in given.items() if value is tokens)))
         if len(calls) == layers:
             raise _Reached
@@ -424,12 +435,15 @@ def scores(output: Any, experts: int) -> torch.Tensor | None:
 
 @contextlib.contextmanager
 def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module run this instead of its own forward within the block."""
+    """Let a module run this instead of its own forward, or of what replaces that already, within the block."""
+    before = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
         del module.forward
+        if before is not None:
+            module.forward = before
 
 
 class _EmptyOnMeta(TorchFunctionMode):

@@ -16,7 +16,7 @@ from .skeleton import FAILURES, NOT_QUANTIZED, Place, Skeleton
 
 SCALES = ("_scale_inv", "_scale")  # what follows the name of an FP8 weight in that of its scale
 EXPERT = re.compile(r"(\.experts\.)(\d+)(\.)")
-OF_ALL_EXPERTS = re.compile(r"\.(gate_up_proj|down_proj)$")
+OF_ALL_EXPERTS = re.compile(r"\.(gate_up_proj|down_proj)$|experts\.up_proj$")
 
 
 class Header(NamedTuple):
@@ -93,8 +93,12 @@ class StoredTensors:
         return sorted({EXPERT.sub("", f".{name}"): name for name in backwards}.values())
 
 
-def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], idle: Collection[str] = ()) -> StoredTensors:
+def sort_out(
+    skeleton: Skeleton, headers: Mapping[str, Header], idle: Collection[str] = (), experts: int | None = None
+) -> StoredTensors:
     """Every stored tensor with its place; `idle` are the parameters of other experts, which no text goes through.
+
+    Of `experts` with matrices, if given, others follow without, for which transformers writes numbers nevertheless.
 
     Raises:
         ArchitectureError: the names of a layer's tensors do not begin alike, two tensors are the same parameter, or
@@ -117,6 +121,7 @@ def sort_out(skeleton: Skeleton, headers: Mapping[str, Header], idle: Collection
             or (place.layer is None and place.parameter not in needed)
             or place.parameter in idle
             or (expert is not None and int(expert[2]) in other_experts)
+            or (expert is not None and experts is not None and int(expert[2]) >= experts)
         ):
             carried.append(name)
             continue
@@ -212,7 +217,7 @@ def _weight_of(name: str, headers: Collection[str]) -> str:
 def needed_outside(skeleton: Skeleton) -> set[str]:
     """The parameters outside the layers that a text goes through: those beside the layers, and the head."""
     siblings = skeleton.path.rpartition(".")[0] + "."
-    head = parameter_of(skeleton, skeleton.model.get_output_embeddings()).removesuffix("weight")
+    head = parameter_of(skeleton, skeleton.head).removesuffix("weight")
     layers = skeleton.path + "."
     return {name for name in skeleton.parameters if name.startswith((siblings, head)) and not name.startswith(layers)}
 

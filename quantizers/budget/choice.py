@@ -112,10 +112,10 @@ def describe_choice(allocation: Allocation, measurements: Sequence[LayerMeasurem
 
 def matrix_shares(measurements: Sequence[LayerMeasurement], scheme: str) -> dict[str, float]:
     """Each matrix's share of the loss under one scheme when it alone is rounded, in all layers."""
-    totals = dict.fromkeys(MATRICES, 0.0)
+    totals = {matrix: 0.0 for matrix in MATRICES if all(matrix in m.by_matrix[scheme] for m in measurements)}
     for layer in measurements:
         error = layer.error[scheme]
-        for matrix in MATRICES:
+        for matrix in totals:
             totals[matrix] += layer.loss[scheme] * layer.by_matrix[scheme][matrix] / error if error > 0 else 0.0
     whole = sum(totals.values())
     return {matrix: value / whole if whole > 0 else 0.0 for matrix, value in totals.items()}

@@ -43,7 +43,7 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import Gate, gate_of
-from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.matrices import as_held, as_stacked, matrices_of, split_first
 from quantizers.checkpoint.loaded_tensors import load_once, outside_names, with_tables
 from quantizers.device.devices import forward_dtype, use_one_arena
 from quantizers.distributed.process_group import rank_0_progress
@@ -67,7 +67,7 @@ FOLDER = "schemes"
 PROBE_TOKENS, PROBE_LENGTH = 8192, 512  # tokens of the probe, and of one of its texts, at most
 MEASURED_EXPERTS = 32  # of each layer, at most; their errors are scaled up to all
 BFLOAT16_FACTOR = 2  # errors are enlarged by this in a probe that is computed in bfloat16
-ALL_THREE = "all"
+ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class LayerErrors:
 
     Attributes:
         experts: number of measured experts; `error` and `by_matrix` are scaled up to all experts of the layer.
-        error: with all three matrices rounded.
+        error: with all matrices of an expert rounded.
         by_matrix: with only one matrix rounded, by matrix.
         by_expert: each measured expert's part of `error`.
     """
@@ -215,12 +215,12 @@ class SchemeMeasurement:
         dist = self.context.dist
         assert self.job.allocation is not None
         experts: Any = layer.module.get_submodule(self.job.facts.modules.experts)
-        weights = (experts.gate_up_proj.data, experts.down_proj.data)
+        weights = as_stacked(experts, **self.job.facts.modules.layout)
         count = min(MEASURED_EXPERTS, len(weights[0]))
         moe_inputs = self._moe_inputs(layer)
         schemes, settings = self.job.allocation.candidates, self.job.recipe.experts
-        own_gate = self.job.facts.of_layer(layer.number).own_gate
-        gate, inner = gate_of(experts, own_gate), bool(settings.awq) and not own_gate
+        kind = self.job.facts.of_layer(layer.number)
+        gate, inner = gate_of(experts, kind.own_gate), bool(settings.awq) and kind.inner > 0
         outer = column_scale(moe_inputs.x) if settings.awq and self.job.plan.folds else None
         of_expert = partial(scheme_errors, gate=gate, outer=outer, inner=inner, signed=settings.signed)
         measured = []
@@ -234,23 +234,26 @@ class SchemeMeasurement:
         source.finish(layer)
         if not disturbed:
             factor = math.sqrt(len(weights[0]) / count) * (BFLOAT16_FACTOR if model.dtype == torch.bfloat16 else 1)
-            for n, weight in enumerate(weights):
-                weight[:count] = weight[:count].lerp(coarsest[str(n)].to(weight.dtype), factor)
+            disturbed_weights = [w[:count].lerp(coarsest[str(n)].to(w.dtype), factor) for n, w in enumerate(weights)]
+            held = as_held(*disturbed_weights, **self.job.facts.modules.layout)
+            for name, weight in zip(self.job.facts.expert_parameters, held, strict=True):
+                experts.get_parameter(name)[:count] = weight
         probe.finish(layer)
         compared = by_text(source, probe, routed=False, dist=dist)
         moved = math.fsum(text.difference for text in compared.values())
         size = math.fsum(text.size for text in compared.values())
         self.disturbance.append(moved / size)
         share = size * count / len(weights[0])
+        matrices = self.job.facts.matrices
         errors = {
-            str(s): {name: math.fsum(losses[s][name] for losses in lost) / share for name in (ALL_THREE, *MATRICES)}
+            str(s): {name: math.fsum(losses[s][name] for losses in lost) / share for name in (ALL, *matrices)}
             for s in schemes
         }
         return LayerErrors(
             experts=count,
-            error={scheme: row[ALL_THREE] for scheme, row in errors.items()},
-            by_matrix={scheme: {matrix: row[matrix] for matrix in MATRICES} for scheme, row in errors.items()},
-            by_expert={str(s): [losses[s][ALL_THREE] / share for losses in lost] for s in schemes},
+            error={scheme: row[ALL] for scheme, row in errors.items()},
+            by_matrix={scheme: {matrix: row[matrix] for matrix in matrices} for scheme, row in errors.items()},
+            by_expert={str(s): [losses[s][ALL] / share for losses in lost] for s in schemes},
         )
 
     def _moe_inputs(self, layer: DecoderLayer) -> MoeInputs:
@@ -276,7 +279,8 @@ def scheme_errors(
     """Error of one expert's outputs under each scheme.
 
     Args:
-        weights: gate_up (E, 2I, H) and down (E, H, I), in the dtype of the forward pass.
+        weights: gate_up (E, 2I, H), or up (E, I, H) without a gate, and down (E, H, I), in the dtype of the forward
+            pass.
         outer: the scale (H,) of the inputs of gate and up, see `column_scale`; None for none.
         inner: whether the inputs of down are scaled before rounding.
         signed: whether group scales may be negative.
@@ -285,20 +289,21 @@ def scheme_errors(
         Σ r² ‖error‖² by scheme, and by which matrix alone was rounded (or all of them); and gate_up (2I, H) and down
         (H, I) as the first scheme leaves them.
     """
-    w1, w3 = weights[0][expert].float().chunk(2)
-    source = {"gate": w1, "up": w3, "down": weights[1][expert].float()}
+    matrices = matrices_of(*weights)
+    first = split_first(weights[0][expert].float(), len(matrices))
+    source = dict(zip(matrices, (*first, weights[1][expert].float()), strict=True))
     chosen = moe_inputs.chosen == expert
     rows = chosen.any(-1).nonzero()[:, 0]
     share = (moe_inputs.weight * chosen).sum(-1)[rows].double().square()
     x = moe_inputs.x[rows].float()
     h, wanted = _forward(x, source, gate)
-    scales = {"gate": outer, "up": outer, "down": column_scale(h) if inner else None}
+    scales = dict.fromkeys(source, outer) | {"down": column_scale(h) if inner else None}
     lost = {}
     for scheme in schemes:
         stored = {matrix: _rounded(weight, scheme, scales[matrix], signed) for matrix, weight in source.items()}
         if scheme == schemes[0]:
-            coarsest = torch.cat([stored["gate"], stored["up"]]), stored["down"]
-        variants = {ALL_THREE: stored} | {matrix: source | {matrix: stored[matrix]} for matrix in MATRICES}
+            coarsest = torch.cat([stored[matrix] for matrix in matrices[:-1]]), stored["down"]
+        variants = {ALL: stored} | {matrix: source | {matrix: stored[matrix]} for matrix in matrices}
         lost[scheme] = {
             name: float(((_forward(x, variant, gate)[1] - wanted).double().square().sum(-1) * share).nansum())
             for name, variant in variants.items()
@@ -320,7 +325,7 @@ def _rounded(weight: torch.Tensor, scheme: ExpertFormat, smooth: torch.Tensor | 
 
 def _forward(x: torch.Tensor, weights: dict[str, torch.Tensor], gate: Gate) -> tuple[torch.Tensor, torch.Tensor]:
     """The inputs of down (T, I), and the expert's output (T, H), from (T, H)."""
-    products = torch.cat([x @ weights["gate"].T, x @ weights["up"].T], 1)
+    products = torch.cat([x @ weight.T for matrix, weight in weights.items() if matrix != "down"], 1)
     h = gate(products.T).T
     return h, h @ weights["down"].T
 

@@ -35,7 +35,7 @@ class LoadedTensors(Checkpoint):
     """Some tensors of a checkpoint; `tensors` lists no others.
 
     Attributes:
-        stored: contiguous: every call of `tensor` returns the same memory, which must not be written to.
+        stored: every call of `tensor` returns the same memory, which must not be written to.
         hashes: SHA-256, hexadecimal, from when they were read; empty if they were not read from a file.
         buffer: the bytes uint8 (N,) of which they are views; None if each has memory of its own.
         origin: the checkpoint whose files they were read from, or that they were made of; None if that is elsewhere.
@@ -90,8 +90,9 @@ class LoadedTensors(Checkpoint):
             return replace(self, stored={name: tensor.to(device) for name, tensor in self.stored.items()})
         moved, stored = self.buffer.to(device) if prefetched is None else prefetched, {}
         for name, tensor in self.stored.items():
-            start = tensor.storage_offset() * tensor.element_size()
-            stored[name] = as_tensor(self.tensors[name], moved[start : start + tensor.nbytes])
+            info = self.tensors[name]
+            start = (tensor.storage_offset() - info.before) * tensor.element_size()
+            stored[name] = as_tensor(info, moved[start : start + info.size])
         return replace(self, stored=stored, buffer=moved)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -101,8 +102,12 @@ class LoadedTensors(Checkpoint):
 
 
 def bytes_needed(infos: Iterable[TensorInfo]) -> int:
-    """The size of a buffer for these tensors."""
-    return sum(_aligned(info.size) for info in infos)
+    """The size of a buffer for these tensors; what several have together is in it once."""
+    return sum(_aligned(end - start) for _, start, end in {_range(info) for info in infos})
+
+
+def _range(info: TensorInfo) -> tuple[Path, int, int]:
+    return info.file, info.start, info.end
 
 
 def _aligned(size: int) -> int:
@@ -151,15 +156,17 @@ def load_tensors(
     size = bytes_needed(infos.values())
     if buffer is None or len(buffer) < size:
         buffer = torch.empty(size, dtype=torch.uint8)
-    wanted = sorted(infos.values(), key=lambda info: (info.file, info.start, info.end))
+    wanted = sorted({_range(info): info for info in infos.values()}.values(), key=_range)
     starts = accumulate((_aligned(info.size) for info in wanted), initial=0)
     places = [(info, buffer[start : start + info.size]) for info, start in zip(wanted, starts, strict=False)]
+    room = {_range(info): raw for info, raw in places}
     asked = ((info, as_bytes(raw)) for info, raw in places if not (stop and stop.is_set()))
     reading = checkpoint.read_into(asked, stop)
     arriving = (as_bytes(raw) for _, (_, raw) in zip(reading, places, strict=False))
     with closing(thread_map(hashlib.sha256, arriving)) as digests:  # while the next tensors are read
-        hashes = {info.name: digest.hexdigest() for digest, info in zip(digests, wanted, strict=False)}
-    stored = {info.name: as_tensor(info, raw) for info, raw in places}
+        hashed = {_range(info): digest.hexdigest() for digest, info in zip(digests, wanted, strict=False)}
+    hashes = {name: hashed[_range(info)] for name, info in infos.items() if _range(info) in hashed}
+    stored = {name: as_tensor(info, room[_range(info)]) for name, info in infos.items()}
     own = (checkpoint.folder, checkpoint.name, checkpoint.config, infos, checkpoint.revision)
     return LoadedTensors(*own, stored, hashes, buffer[:size], checkpoint.files)
 

@@ -29,7 +29,7 @@ from quantizers.system.shipped import shipped_model
 from quantizers.system.thread_map import thread_map
 
 from .remote import HubFiles, files_of
-from .safetensors_header import TORCH_DTYPES, TensorInfo, printed, read_errors, read_header
+from .safetensors_header import TORCH_DTYPES, Rows, TensorInfo, printed, read_errors, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
+DECLARATION = "hf_quant_config.json"  # of ModelOpt: what servers take for a quantization_config that config.json lacks
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 OTHER_FORMS = ("onnx", "original")  # folders with the model's weights in other formats
 LARGEST_SIDE_FILE = 100_000_000  # bytes
@@ -137,9 +138,16 @@ def _object(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint folder; a CheckpointError if it cannot be read, or is not in the folder itself."""
+    """config.json of a checkpoint folder; a CheckpointError if it cannot be read, or is not in the folder itself.
+
+    A quantization_config that only text_config has, as in Kimi-K2.5, is given at the top, where servers look as well.
+    """
     _refuse_elsewhere(folder / CONFIG, folder)
-    return read_json(folder / CONFIG)
+    config, key = read_json(folder / CONFIG), "quantization_config"
+    text = config.get("text_config")
+    if isinstance(text, dict) and text.get(key) and not config.get(key):
+        config[key] = text.pop(key)
+    return config
 
 
 def refuse_gguf(model: str) -> None:
@@ -310,6 +318,8 @@ def _others(folder: Path, within: str = "") -> Iterator[tuple[str, str]]:
             continue
         if path.is_file() and not within and is_own(name):
             yield name, "names of a run's own files"
+        elif name == DECLARATION:
+            yield name, "says how the source is quantized"
         elif path.is_file():
             large = f"larger than {LARGEST_SIDE_FILE:,} bytes" if path.stat().st_size > LARGEST_SIDE_FILE else ""
             weights = path.suffix in WEIGHTS or name.endswith(".index.json")
@@ -434,14 +444,23 @@ def read_into(wanted: Iterable[tuple[TensorInfo, memoryview]]) -> Iterator[Tenso
 
 
 def as_tensor(info: TensorInfo, raw: bytearray | torch.Tensor) -> torch.Tensor:
-    """View bytes, of Python or uint8 (size,) on any device, with dtype and shape from the header, without a copy."""
+    """View bytes, of Python or uint8 (size,) on any device, with dtype and shape from the header, without a copy.
+
+    Some columns or rows of a stored matrix are a view that is not contiguous.
+    """
     import torch
 
     if info.dtype not in TORCH_DTYPES:
         raise CheckpointError(f"{info.file}: {info.name}", f"dtype {info.dtype} cannot be read")
     if not isinstance(raw, torch.Tensor):
         raw = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-    return raw.view(torch_dtype(info.dtype)).view(info.shape)
+    numbers = raw.view(torch_dtype(info.dtype))
+    if info.part is None:
+        return numbers.view(info.shape)
+    if isinstance(info.part, Rows):
+        return numbers.view(-1, info.shape[1])[info.part.first :: info.part.step]
+    total, first, step = info.part
+    return numbers.view(-1, total)[:, first::step][:, : info.shape[0]].mT
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

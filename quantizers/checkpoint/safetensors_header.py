@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from quantizers.system.errors import CheckpointError
 
@@ -27,11 +27,26 @@ DTYPE_BYTES = {
 # Those that torch can hold, and torch's names for them.
 TORCH_DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
-    "BOOL": "bool",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I64": "int64", "I32": "int32", "I16": "int16",
+    "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 FP8 = "F8_E4M3"  # as safetensors spells float8_e4m3fn
 FLOATING = ("BF16", "F16", "F32")
+
+
+class Columns(NamedTuple):
+    """Columns of a stored matrix (C, total), `first` and every `step`-th after it, which are the rows of one (R, C)."""
+
+    total: int
+    first: int
+    step: int
+
+
+class Rows(NamedTuple):
+    """Rows of a stored matrix, `first` and every `step`-th after it."""
+
+    first: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -44,11 +59,19 @@ class TensorInfo:
     file: Path
     start: int
     end: int
+    part: Columns | Rows | None = None  # of what the range holds, if that is not this tensor alone
 
     @property
     def size(self) -> int:
-        """Number of data bytes."""
+        """Number of bytes in the range."""
         return self.end - self.start
+
+    @property
+    def before(self) -> int:
+        """Number of elements of the range that come before its first one."""
+        if self.part is None:
+            return 0
+        return self.part.first * (self.shape[1] if isinstance(self.part, Rows) else 1)
 
 
 def printed(name: str) -> str:

@@ -35,11 +35,12 @@ def typed() -> tuple[str, ...]:
 
 def accounted(audit: AuditFigures) -> str:
     """Describe how many of the source's tensors an audit accounts for, and how."""
-    converted = audit.converted_matrices
-    return (
-        f"{audit.tensors:,} source tensors accounted for, {audit.kept_tensors:,} compared byte for byte"
-        f"{f', {converted:,} converted again and compared' if converted else ''}"
-    )
+    converted, how = audit.converted_matrices, ""
+    if converted:
+        how = f", {converted:,} converted again and compared"
+    if audit.values:
+        how = f", {converted:,} converted and compared value by value: {audit.values:,} values"
+    return f"{audit.tensors:,} source tensors accounted for, {audit.kept_tensors:,} compared byte for byte{how}"
 
 
 def asked(question: str, option: str) -> bool:

@@ -48,11 +48,13 @@ def plan_table(numbers: dict[str, Any]) -> str:
         for row in numbers["kinds"]
     ]
     needs = numbers["needs"]
+    made = f"converted to {numbers['converted_to']}" if "converted_to" in numbers else "quantized"
     schemes = numbers.get("schemes", {})
     converted = ""
     budgeted = []
     if numbers.get("attention"):
-        matrices = f"{numbers['actions']['convert']['tensors']:,} other matrices"
+        of_experts = numbers["quantized_matrices"] if "converted_to" in numbers else 0
+        matrices = f"{numbers['actions']['convert']['tensors'] - of_experts:,} other matrices"
         converted = f", {matrices} are converted ({numbers['attention']})"
     if "planned" in schemes:  # before a run has chosen within a budget
         planned, most = schemes["planned"], size(needs["output"])
@@ -61,7 +63,7 @@ def plan_table(numbers: dict[str, Any]) -> str:
         text_table(("tensors (* = a number)", "action", "number", "before", "after"), rows),
         "",
         f"{numbers['layers']} layers, {dense_words(numbers)}{numbers['experts_per_layer']} experts each: "
-        f"{numbers['quantized_matrices']:,} expert matrices quantized, "
+        f"{numbers['quantized_matrices']:,} expert matrices {made}, "
         f"{numbers['kept_attention_tensors']:,} attention tensors keep their bytes{converted}",
         f"output {size(numbers['output_bytes'])} ({numbers['output_bytes']:,} bytes of shards and index) in "
         f"{len(numbers['shards'])} shards, {size(numbers['expert_bytes'])} of it experts; "
@@ -130,6 +132,11 @@ def _needs_lines(needs: dict[str, Any]) -> list[str]:
         states = "?" if needs["states"] is None else size(needs["states"][device])
         least, most = needs["memory"][device]
         rows.append((device, size(needs["output"]), states, f"{size(least)} to {size(most)}"))
+    if needs["tokens"] == 0:
+        return [
+            f"a run needs about {size(needs['output'])} of disk for the output, {size(needs['memory']['GPU'][0])} of a "
+            f"GPU's memory if it has one, and {size(needs['host'])} of host memory",
+        ]
     tokens = "calibration set of unknown size" if needs["tokens"] is None else f"{needs['tokens']:,} tokens at most"
     if needs["held_out"] != 0:
         number = "an unknown number of" if needs["held_out"] is None else f"{needs['held_out']:,}"

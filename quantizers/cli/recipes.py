@@ -95,6 +95,9 @@ def new(
     context: Annotated[
         int | None, Option(metavar="N", help="with --vram, context length; the model's maximum by default")
     ] = None,
+    accept_quantized: Annotated[
+        bool, Option("--accept-quantized", help="its experts may have 4 bits or fewer already")
+    ] = False,
     as_json: common.Json = False,
     debug: common.Debug = False,
 ) -> None:
@@ -105,7 +108,8 @@ def new(
     from quantizers.architectures.families import architecture_for
     from quantizers.checkpoint.reader import CONFIG, open_folder, read_config
     from quantizers.commands.new import for_gpus
-    from quantizers.formats.unsupported import refuse_four_bits
+    from quantizers.formats.stored_matrices import architecture_of
+    from quantizers.formats.unsupported import refuse_unquantizable
     from quantizers.recipe.catalogue import Chosen, new_recipe
     from quantizers.system.errors import InputError
     from quantizers.system.files import write_new
@@ -115,10 +119,12 @@ def new(
     folder = Path(model)
     if folder.is_dir():
         config, where = read_config(folder), str(folder / CONFIG)
-        refuse_four_bits(config, where)
-        stored = open_folder(folder).tensors if any(folder.glob("*.safetensors")) else None
-        architecture_for(config, where, tensors=stored)  # refuses a model that no recipe could quantize
+        refuse_unquantizable(config, where, accepted=accept_quantized)
+        if any(folder.glob("*.safetensors")):
+            architecture_of(open_folder(folder))  # refuses a model that no recipe could quantize
+        else:
+            architecture_for(config, where)
     chosen = for_gpus(model, vram, context) if vram else Chosen()
     path = file or Path(f"{Path(model).name}-{vram or 'fp8-int4'}.yaml".lower().replace(" ", ""))
-    write_new({path: new_recipe(model, chosen).encode()})
+    write_new({path: new_recipe(model, chosen, accept_quantized=accept_quantized).encode()})
     common.emit({"recipe": str(path)}, as_json, f"wrote {path}; next: quantize plan {quote(str(path))}{chosen.asks}")

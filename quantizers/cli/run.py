@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quantizers.commands.run import FinishedCheckpoint
 
 if TYPE_CHECKING:
-    from quantizers.eval.report.schema import RunReport
+    from quantizers.eval.report.schema import ConversionReport, RunReport
 
 
 @command("quantizers.commands.run:run", before={"folder": "output", "yes": "device_memory"})
@@ -57,10 +57,15 @@ def run(
     words = [str(word) for option, values in changed.items() for value in values or () for word in (option, value)]
     recipe, table = join([given["recipe"], *words]), ""
     if not call.as_json:
-        from quantizers.pipeline.report_files import parsed_run
+        from quantizers.eval.report.schema import ConversionReport
+        from quantizers.pipeline.report_files import parsed, parsed_run
 
-        report = parsed_run(made.report, made.folder / REPORT)
-        table = run_table(report, made.folder, made.source, recipe, stream=given["stream"])
+        report = parsed(made.report, made.folder / REPORT)
+        if isinstance(report, ConversionReport):
+            table = conversion_table(report, made.folder, made.source, recipe, stream=given["stream"])
+        else:
+            report = parsed_run(made.report, made.folder / REPORT)
+            table = run_table(report, made.folder, made.source, recipe, stream=given["stream"])
     common.emit(made.report, call.as_json, table, passed=made.passed)
 
 
@@ -115,7 +120,31 @@ def run_table(report: RunReport, output: Path, source: str, recipe: str, *, stre
     )
 
 
-def _where(report: RunReport, output: Path) -> list[str]:
+def conversion_table(report: ConversionReport, output: Path, source: str, recipe: str, *, stream: bool = False) -> str:
+    """The output of `quantize run` with a recipe that converts; see `run_table`."""
+    from quantizers.eval.coverage.summary import gate_table
+    from quantizers.eval.report.summary import conversion_line
+
+    plan = report.plan
+    seconds = report.seconds
+    lines = [f"{output} was finished before; nothing was touched"] if report.already_done else []
+    lines += [
+        "",
+        gate_table(report.gates),
+        "",
+        f"proof     {conversion_line(report)}",
+        f"audit     {common.accounted(report.audit)}",
+        *(f"          {line}" for line in collapse_lines(report.audit.differences)[:10]),
+        f"size      {size(plan.source_bytes)} -> {size(plan.output_bytes)}",
+        f"time      {duration(seconds.this_process)}, of it {duration(seconds.layers)} for the layers; "
+        f"peak memory {size(report.peak_memory_bytes)}",
+    ]
+    return "\n".join([*lines, *_where(report, output), "", *_what_next(report, output, source, recipe, stream)]).strip(
+        "\n"
+    )
+
+
+def _where(report: RunReport | ConversionReport, output: Path) -> list[str]:
     """The paths of the output, the report, the model card and the pictures."""
     folder = Path(short_path(output))
     files = report.files
@@ -126,7 +155,7 @@ def _where(report: RunReport, output: Path) -> list[str]:
     return [f"output    {folder}", *(f"{word:<10}{', '.join(paths)}" for word, paths in named if paths), *there]
 
 
-def _what_next(report: RunReport, output: Path, source: str, recipe: str, stream: bool) -> list[str]:
+def _what_next(report: RunReport | ConversionReport, output: Path, source: str, recipe: str, stream: bool) -> list[str]:
     """Suggested next commands; after a failed gate what to change, and not how to serve the output."""
     from quantizers.recipe.portable import is_hub_id
 
@@ -158,7 +187,7 @@ def _what_next(report: RunReport, output: Path, source: str, recipe: str, stream
 def _advice(gate: str, experts: dict[str, Any], recipe: str, verify: str) -> str:
     """Suggest a remedy for a failed gate; `verify` is the command that verifies the output."""
     kind, _, category = gate.partition(" ")
-    if kind in ("audit", "consumers"):
+    if kind in ("audit", "consumers", "conversion"):
         return f"`{verify}` lists everything; make it again with --fresh, and report it if it comes back"
     if kind in ("coverage", "entropy"):
         texts = f"of {category} " if category else ""

@@ -23,6 +23,7 @@ from huggingface_hub.utils import build_hf_headers
 from packaging.requirements import Requirement
 
 from quantizers.architectures.families import published_config
+from quantizers.architectures.whole_class import NEWEST
 from quantizers.calibration.hub import Hub
 from quantizers.calibration.load_set import load_set, look_at_sources
 from quantizers.calibration.render import load_tokenizer
@@ -243,15 +244,16 @@ def _versions(rows: _Rows, asked: str) -> torch.device | None:
         optional = needed.marker is not None and not needed.marker.evaluate({"extra": ""})
         if optional and needed.name not in EXTRAS:
             continue
-        remedy = f"`pip install '{needed.name}{needed.specifier}'`"
+        tried = needed.specifier & (f"<={NEWEST}" if needed.name == "transformers" else "")
+        remedy = f"`pip install '{needed.name}{tried}'`"
         try:
             shown[needed.name] = installed = metadata.version(needed.name)
         except metadata.PackageNotFoundError:
             if not optional:
                 faults.add(needed.name, "is not installed", remedy, stops=True)
             continue
-        if not needed.specifier.contains(installed, prereleases=True):
-            faults.add(needed.name, f"{installed}, tested with {needed.specifier}", remedy)
+        if not tried.contains(installed, prereleases=True):
+            faults.add(needed.name, f"{installed}, tested with {tried}", remedy)
     device = None
     try:
         import torch
@@ -510,7 +512,8 @@ def _output_state(folder: Path, job: Job, data: CalibrationData | None, device: 
     if not journal.unfinished(folder):
         return "would begin anew"
     work, layers = journal.work_folder(folder), job.facts.num_layers
-    if data is not None and job.source is not None and not (work / "moving").exists():
+    known = data is not None or job.recipe.experts.convert is not None
+    if known and job.source is not None and not (work / "moving").exists():
         threads = torch.get_num_threads()
         try:
             use_threads(job.facts, journal.begun_with(work).get("threads"))
@@ -541,6 +544,8 @@ def _memory_and_time(
         time = f"{seconds / DAY:,.0f} days" if seconds > 2 * DAY else duration(seconds)
         remedy = "`quantize plan` has the times on GPUs" if seconds > DAY else ""
         rows.add("time", f"about {time} on this {on}, estimated", remedy)
+    if job.recipe.experts.convert is not None:
+        return 0, 0
     lengths, texts = calibration_lengths(job)[0], evaluation_lengths(job)
     data, held_out = sets.get("calibration"), sets.get("held-out")
     if data:

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import Own, architecture_for
+from quantizers.architectures.families import Own
 from quantizers.calibration.load_set import load_set, print_notes
 from quantizers.calibration.samples import CalibrationData, identity
 from quantizers.checkpoint.loaded_tensors import LoadedTensors, layer_names, load_tensors, outside_names
@@ -37,6 +37,7 @@ from quantizers.eval.fidelity.paired import paired
 from quantizers.eval.fidelity.scoring import held_out, score
 from quantizers.eval.fidelity.variants import Variants, as_stored, variants_of
 from quantizers.formats.fp8 import has_kv_scales
+from quantizers.formats.stored_matrices import architecture_of
 from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.hooks import required
@@ -163,8 +164,7 @@ def evaluate(
         own = next(filter(None, (output_facts(candidate.folder) for candidate in opened[1:])), None)
         if own is not None and dist.is_main:
             print(f"facts: {own}", file=sys.stderr, flush=True)
-    where = str(opened[0].folder / "config.json")
-    architecture = architecture_for(opened[0].config, where, own, opened[0].tensors)
+    architecture = architecture_of(opened[0], own)
     begun = begun_with(Path(work) / "evaluation", EVALUATION) if work else {}
     use_threads(architecture, dist.broadcast_object(begun.get("threads")), dist)
     advice = "give the same command again" + (" to resume" if work else "; with --work DIR it would resume")
@@ -221,8 +221,7 @@ def measure(
     """
     for candidate in candidates:
         refuse_swapped_arguments(source, candidate, f"give {candidate.name} first, and {source.name} after it")
-    where = str(source.folder / "config.json")
-    facts = architecture_for(source.config, where, own, source.tensors)
+    facts = architecture_of(source, own)
     opened = [published_names(checkpoint, facts) for checkpoint in (source, *candidates)]
     for candidate in candidates:
         config_path = str(candidate.folder / "config.json")

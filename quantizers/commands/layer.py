@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from quantizers.architectures.gates import Gate, gate_of
+from quantizers.architectures.matrices import as_stacked
 from quantizers.calibration.load_set import load_set, print_notes
 from quantizers.calibration.samples import token_tensors
 from quantizers.device.determinism import ordered
@@ -29,7 +30,7 @@ from quantizers.recipe.schema import Experts
 from quantizers.solve.hessians import blended_hessian, collect_down_hessian, sweep
 from quantizers.solve.result import LayerResult
 from quantizers.solve.routing_weights import routing_statistics
-from quantizers.solve.solver import solve
+from quantizers.solve.solver import router_matrix, solve
 from quantizers.system.errors import InputError
 from quantizers.system.schema import Origin, fit
 from quantizers.system.strict_yaml import Place
@@ -58,7 +59,7 @@ class Layer:
         norm: (H,) as it is stored, the norm before the experts; None where a fold into it would not be exact.
         offset: added to the stored norm by the model, 0 or 1.
         router: (E, H), or with more rows, where it reads that norm; else None.
-        inner: whether a scale between w3 and w2 passes through the gate.
+        inner: the degree of h in w3's rows; 0 where no scale between w3 and w2 passes through the gate.
     """
 
     number: int
@@ -72,7 +73,7 @@ class Layer:
     norm: torch.Tensor | None
     offset: int
     router: torch.Tensor | None
-    inner: bool
+    inner: int
 
     def _chunks(self) -> list[MoeInputs]:
         most = tokens_per_chunk(is_accelerator(self.x.device))
@@ -157,13 +158,13 @@ class Layer:
         for expert in range(len(self.down)):
             tokens, place = (self.chosen == expert).nonzero(as_tuple=True)
             r, x = self.weight[tokens, place], self.x[tokens].float()
-            w1, w3, w2 = (
+            *first, w2 = (
                 dequantize(codes[expert : expert + 1], solved.scales[matrix][expert : expert + 1])[0]
                 / (solved.global_scales[matrix][expert] if matrix in solved.global_scales else 1)
                 for matrix, codes in solved.codes.items()
             )
             wanted = self.down[expert].float() @ self.gate(self.gate_up[expert].float() @ x.mT)
-            output = w2 @ self.gate(torch.cat([w1, w3]) @ (x / smooth).mT)
+            output = w2 @ self.gate(torch.cat(first) @ (x / smooth).mT)
             errors.append(((output - wanted) * r).norm() / (wanted * r).norm())
         return torch.stack(errors)
 
@@ -234,20 +235,21 @@ def _layer(job: Job, step: LayerStep, layer: DecoderLayer, inputs: MoeInputStore
     """The experts of a decoder layer, with what they are called with."""
     facts = job.facts
     experts: Any = layer.module.get_submodule(facts.modules.experts)
-    router: Any = layer.module.get_submodule(facts.modules.router) if facts.router_follows else None
+    router = router_matrix(layer.module, facts)
     fold = None if facts.against_a_fold else facts.norm
-    own_gate = facts.of_layer(step.number).own_gate
+    kind = facts.of_layer(step.number)
+    gate_up, down = as_stacked(experts, **facts.modules.layout)
     return Layer(
         number=step.number,
         x=inputs.x.flat,
         chosen=inputs.chosen.flat,
         weight=inputs.weight.flat,
-        gate_up=experts.gate_up_proj.data.clone(),
-        down=experts.down_proj.data.clone(),
-        gate=gate_of(experts, own_gate),
+        gate_up=gate_up.clone(memory_format=torch.contiguous_format),
+        down=down.clone(memory_format=torch.contiguous_format),
+        gate=gate_of(experts, kind.own_gate),
         settings=job.recipe.experts,
         norm=step.on_device.tensor(facts.layer(step.number, fold.tensor)).clone() if fold else None,
         offset=facts.norm.offset if facts.norm else 0,
-        router=None if router is None else router.weight.data.clone(),
-        inner=not own_gate,
+        router=None if router is None else router.clone(),
+        inner=kind.inner,
     )

@@ -119,7 +119,7 @@ def plan(
     budget = job.allocation.most_bytes if job.allocation and not isinstance(schemes, Schemes) else None
     figures: dict[str, Any] = {"basis": job.basis, "recipe": str(job.path), "servers": sorted(job.facts.servers)}
     figures["limits"] = [f"{finding.engine}: {finding.consequence}" for finding in checked.findings]
-    if job.recipe.experts.signed and job.recipe.experts.engine == "gram":
+    if job.recipe.experts.convert is None and job.recipe.experts.signed and job.recipe.experts.engine == "gram":
         figures["limits"].append(NEGATIVE_SCALES)
     if job.source:
         figures["limits"] += remarks_on_config(job.source, job.facts)
@@ -134,10 +134,12 @@ def plan(
     needs = estimate_run(job, budget or int(figures["output_bytes"]), nodes * gpus, disk or DISK)
     figures |= {"needs": asdict(needs), "asked": {"machines": nodes, "gpus": gpus}}
     figures |= {"source_ways": [asdict(way) for way in ways_of_source(job, needs.output, nodes * gpus)]}
-    if device_memory:
+    if device_memory and job.recipe.experts.convert is None:
         figures |= {"device_memory": asdict(memory_on_gpu(job, device_memory))}
     if schemes:
         figures |= {"schemes": schemes.as_dict()}
+    if job.recipe.experts.convert is not None:
+        figures |= {"converted_to": job.recipe.experts.convert}
     if tensors:
         figures |= {"tensors": listing(job.plan)}
     return PlannedRun(figures)

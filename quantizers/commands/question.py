@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from quantizers.architectures.families import architecture_for
 from quantizers.calibration.load_set import load_set, print_notes
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import open_checkpoint
 from quantizers.device.devices import forward_dtype, use_threads
 from quantizers.distributed.process_group import ProcessGroup
+from quantizers.formats.stored_matrices import architecture_of
 from quantizers.formats.tensor_names import published_names
 from quantizers.model.streamed_model import StreamedModel
 from quantizers.output.manifest import refuse_incomplete
@@ -101,8 +101,7 @@ def question_of(
 def opened(question: Question, device: torch.device, dist: ProcessGroup) -> tuple[StreamedModel, list[CalibrationData]]:
     """The model, with its whole checkpoint, and the samples of each set; the same in all processes."""
     checkpoint = dist.in_turn(lambda: open_checkpoint(question.model, question.revision))
-    where = str(checkpoint.folder / "config.json")
-    facts = architecture_for(checkpoint.config, where, question.facts_file, checkpoint.tensors)
+    facts = architecture_of(checkpoint, question.facts_file)
     named = published_names(checkpoint, facts)  # first, for reading the sets may take long
     load = partial(
         load_set,

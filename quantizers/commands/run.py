@@ -28,8 +28,8 @@ class FinishedCheckpoint:
 
     Attributes:
         folder: with the shards, config.json, report.json, report.html and the model card README.md.
-        report: the contents of report.json, a RunReport, a MeasuredRunReport if held-out texts were measured, or a
-            StitchReport; empty in ranks except 0.
+        report: the contents of report.json, a RunReport, a MeasuredRunReport if held-out texts were measured, a
+            ConversionReport of a recipe that converts, or a StitchReport; empty in ranks except 0.
         source: the source's folder on this machine, or its Hub id.
     """
 

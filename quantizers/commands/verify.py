@@ -15,7 +15,7 @@ from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint, re
 from quantizers.checkpoint.source_identity import is_source
 from quantizers.device.determinism import ordered
 from quantizers.device.devices import choose_device
-from quantizers.formats.awq_gptq import is_awq_or_gptq
+from quantizers.formats.stored_matrices import architecture_of
 from quantizers.formats.unsupported import refuse_swapped_arguments, refuse_unsupported
 from quantizers.hooks import required
 from quantizers.output.manifest import output_facts, read_record, refuse_incomplete
@@ -30,6 +30,8 @@ from quantizers.system.progress import progress
 from quantizers.system.shipped import shipped_model
 
 from . import options as opt
+
+VERIFIED = (None, "compressed-tensors", "fp8")  # quant_method of what the audit reads
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def verify(
     if ask_server is None:
         return verification
     own = own or output_facts(folder)
-    architecture = architecture_for(opened.config, str(opened.folder / CONFIG), own, opened.tensors)
+    architecture = architecture_of(opened, own)
     return replace(verification, vllm=ask_server(folder, architecture))
 
 
@@ -132,7 +134,7 @@ def verify_folder(folder: Path, source: Checkpoint, device: torch.device, own: O
             fault = str(failure).replace(f"{folder}/", "")
             return Verification(Audit(differences=[] if told else [fault]), record, None)
         own, record = carried, replace(record, notes=(*record.notes, f"read with the facts that it carries, {FACTS}"))
-    facts = architecture_for(source.config, where, own, source.tensors)
+    facts = architecture_of(source, own)
     _refuse_another_model(folder, source, facts)
     with progress("verifying", facts.num_layers) as step:
         audit = audit_of(folder, source, device, step=step, own=facts)
@@ -151,8 +153,9 @@ def _refuse(folder: Path, source: Checkpoint) -> None:
     except CheckpointError:
         return  # which the audit reports
     refuse_unsupported(config, str(folder / CONFIG))
-    if is_awq_or_gptq(config):
-        method = config["quantization_config"]["quant_method"]
+    section = config.get("quantization_config")
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    if method not in VERIFIED:
         raise CheckpointError(
             folder / CONFIG,
             f"quantization_config.quant_method is {method!r}; `verify` checks compressed-tensors checkpoints, such as "

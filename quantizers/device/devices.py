@@ -96,7 +96,7 @@ def use_threads(facts: Architecture, begun_with: int | None = None, dist: Proces
     """
     asked = threads_asked()
     if begun_with is None:
-        small = 3 * facts.num_experts * facts.hidden_size * facts.expert_width < SMALL_LAYER
+        small = facts.num_experts * facts.expert_numbers < SMALL_LAYER
         torch.set_num_threads(asked or (1 if small else cores()))
         return
     chosen = asked is not None and not (dist.is_distributed and asked == 1)

@@ -1,7 +1,8 @@
 """Dequantization of a linear module's weight, from every supported format, to float32.
 
-format.py lists the formats. compressed-tensors' pack-quantized, nvfp4-pack-quantized, int-quantized, float-quantized
-and naive-quantized are among them. Other formats are refused in unsupported.py.
+format.py lists the formats. compressed-tensors' pack-quantized, nvfp4-pack-quantized, mxfp4-pack-quantized,
+mxfp8-quantized, int-quantized, float-quantized and naive-quantized are among them. Other formats are refused in
+unsupported.py.
 
 Legend: R rows (outputs), C columns (inputs).
 """
@@ -14,9 +15,13 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.system.errors import CheckpointError
 
 from .awq_gptq import AwqGptq
+from .e8m0 import refuse_nan
 from .foreign import foreign_format
-from .format import PACKED, ForeignFormat, Format, RowFormat, StoredMatrix, expert_formats
+from .format import PACKED, SCALES, ForeignFormat, Format, RowFormat, StoredMatrix, expert_formats
 from .fp8 import Fp8Blocks, Fp8Rows
+from .modelopt import ModeloptNvfp4
+from .mxfp4 import Mxfp4
+from .mxfp8 import Mxfp8
 from .plain import Plain
 
 if TYPE_CHECKING:
@@ -31,6 +36,9 @@ def read_weight(checkpoint: Checkpoint, module: str, device: torch.device) -> to
     """
     weight = unchecked_weight(checkpoint, module, device)
     if not bool(is_finite(weight)):
+        for last in SCALES:
+            if f"{module}.{last}" in checkpoint.tensors:
+                refuse_nan(checkpoint, f"{module}.{last}")
         raise CheckpointError(
             checkpoint.folder, f"{module}.weight or its scale holds a NaN or infinity", "download its shard again"
         )
@@ -57,6 +65,14 @@ def refuse_bias(checkpoint: Checkpoint, module: str) -> None:
         )
 
 
+def row_formats() -> tuple[type[RowFormat], ...]:
+    """The formats of which rows can be read, in the order in which a matrix is looked for in them.
+
+    First those whose tensors' names another one has as well, last those of which a weight may be left to foreign.py.
+    """
+    return (Mxfp4, Mxfp8, ModeloptNvfp4, *expert_formats().values(), Plain, Fp8Rows, Fp8Blocks)
+
+
 def stored_matrix(checkpoint: Checkpoint, module: str) -> StoredMatrix | ForeignFormat:
     """A module's matrix in the format in which it is stored, from headers; or that of another program.
 
@@ -67,8 +83,7 @@ def stored_matrix(checkpoint: Checkpoint, module: str) -> StoredMatrix | Foreign
         return AwqGptq()
     if f"{module}.{PACKED}" not in checkpoint.tensors:
         checkpoint.require(f"{module}.weight", "a linear layer's weight")
-    forms: tuple[type[RowFormat], ...] = (*expert_formats().values(), Plain, Fp8Rows, Fp8Blocks)
-    for form in forms:
+    for form in row_formats():
         if (matrix := form.stored(checkpoint, module)) is not None:
             return matrix
     return foreign_format(checkpoint, module)

@@ -62,7 +62,7 @@ class ScaledBytes(ForeignFormat):
         if info.dtype not in ("I8", FP8) or scale is None or len(info.shape) != 2:
             raise CheckpointError(
                 f"{info.file}: {info.name}",
-                f"{info.dtype} {list(info.shape)} is no weight that can be read",
+                f"{info.dtype} {list(info.shape)}{'' if scale else f' without {SCALE}'} is no weight that can be read",
                 "give the published checkpoint",
             )
         codes = checkpoint.tensor(info.name).to(device).float()

@@ -4,6 +4,9 @@
     plain.py            BF16, F16 or F32
     packed_integers.py  INT2 to INT8 with a scale per group
     nvfp4.py            FP4 with an FP8 scale per group
+    mxfp8.py            FP8 with a power of two per group
+    mxfp4.py            FP4 with a power of two per group
+    modelopt.py         NVFP4 of ModelOpt's files
     awq_gptq.py         files of AutoAWQ, GPTQ and AutoRound, as they are read
     foreign.py          whatever else other programs write, as it is read
 
@@ -24,7 +27,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import Spec
+from quantizers.checkpoint.safetensors_header import Spec, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +43,7 @@ BITS = "bits"
 GROUP_SIZE = "group_size"
 ACTIVATIONS = "activations"
 PACKED, SCALE = "weight_packed", "weight_scale"  # last names of tensors
+SCALES = ("weight_scale_inv", SCALE, "scale")  # those of scales of groups or blocks; the last is DeepSeek-V4's
 
 
 class Format(ABC):
@@ -70,6 +74,11 @@ class ForeignFormat(Format):
 
 class RowFormat(Format):
     """A format of which any rows can be read. Its name for people is `str`: `FP8 block 128x128`."""
+
+    @property
+    @abstractmethod
+    def weight_bits(self) -> int:
+        """Bits of a weight, without its share of the scale."""
 
     @classmethod
     @abstractmethod
@@ -160,6 +169,11 @@ class ExpertFormat(QuantizedFormat):
     @abstractmethod
     def of_experts(cls, checkpoint: Checkpoint, modules: Sequence[str]) -> Self | None:
         """The format of some experts' matrices, by the first that is whole; None if they are stored in another."""
+
+    @property
+    def weight_bits(self) -> int:
+        """Its bits."""
+        return self.bits
 
     @property
     @abstractmethod
@@ -299,6 +313,11 @@ class StoredMatrix:
     def numbers(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rows (r, C) from their parts, on the parts' device: a product in float32, or a plain weight as it is."""
         return self.form.unpack(parts, self.shape[1])
+
+
+def first_part(checkpoint: Checkpoint, module: str, names: Sequence[str]) -> TensorInfo | None:
+    """The header entry of the first of a module's tensors with one of these last names; None if there is none."""
+    return next(filter(None, (checkpoint.tensors.get(f"{module}.{name}") for name in names)), None)
 
 
 def weight_schemes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

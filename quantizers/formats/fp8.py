@@ -2,10 +2,14 @@
 
     a scale per block   weight F8_E4M3 (R, C), weight_scale_inv (⌈R / b⌉, ⌈C / b⌉)   quant_method fp8
                         weight F8_E4M3 (R, C), weight_scale (⌈R / b⌉, ⌈C / b⌉)       compressed-tensors' `block`
+                        weight F8_E4M3 (R, C), scale (⌈R / b⌉, ⌈C / b⌉)              DeepSeek-V4, scale_fmt ue8m0
     a scale per row     weight F8_E4M3 (R, C), weight_scale (R, 1)                   compressed-tensors' `channel`
 
 Detected from the tensors; from config.json only for a plan without files. Those of compressed-tensors keep their names.
-Scales are F32 or BF16: those in E8M0, and other forms, are refused by name.
+Scales are F32 or BF16, those of blocks also E8M0 (F8_E8M0 or U8, see e8m0.py; DeepSeek-V4 has blocks of 128 x 128, and
+V4.1 of 32 x 32). vLLM's scheme of compressed-tensors has scales of blocks in float32 and copies F8_E8M0 into them as
+the numbers they are, but U8 as integers, so that scales in bytes are written as F8_E8M0, the same bytes. With a scale
+for every 32 columns of each row it is MXFP8, see mxfp8.py.
 
 Weights are made FP8 by these formulas, which `verify` applies again:
 
@@ -30,21 +34,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
-from quantizers.checkpoint.safetensors_header import FP8, Spec, Stored
+from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Spec, Stored
 from quantizers.system.errors import CheckpointError
 
-from .format import SCALE, Parts, QuantizedFormat, StoredMatrix, arguments, weight_schemes
+from .e8m0 import DTYPES as IN_BYTES
+from .e8m0 import E8M0, GROUP, numbers
+from .format import SCALE, SCALES, Parts, QuantizedFormat, StoredMatrix, arguments, first_part, weight_schemes
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SCALE_INV = "weight_scale_inv"  # the name of the scales of blocks where quant_method is fp8
+SCALE_INV = SCALES[0]  # the name of the scales of blocks where quant_method is fp8
 LARGEST, STEPS = 448.0, 16
 
 
 class Fp8(QuantizedFormat):
     """FP8 (E4M3) codes with scales of rows or blocks, which servers multiply with activations in FP8."""
+
+    weight_bits: ClassVar[int] = 8
 
     @abstractmethod
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -105,15 +113,18 @@ class Fp8Rows(Fp8):
         shape, scale = _fp8_matrix(checkpoint, module), checkpoint.tensors.get(f"{module}.{SCALE}")
         if shape is None or scale is None or scale.shape == blocks_of(shape, block_size(checkpoint)):
             return None
+        if scale.dtype not in FLOATING:
+            return None
         return StoredMatrix(cls(), ("weight", SCALE), shape) if scale.shape in (shape[:1], (shape[0], 1)) else None
 
 
 @dataclass(frozen=True)
 class Fp8Blocks(Fp8):
-    """FP8 with a scale per block of so many rows and columns."""
+    """FP8 with a scale per block of so many rows and columns, `scales` in F32 or F8_E8M0 where they are kept."""
 
     rows: int = 128
     columns: int = 128
+    scales: str = "F32"
 
     kind: ClassVar[str] = "blocks"
     description: ClassVar[str] = "FP8 in blocks"
@@ -131,6 +142,10 @@ class Fp8Blocks(Fp8):
         """(⌈R / b⌉, ⌈C / b⌉)."""
         return blocks_of(shape, self.edges)
 
+    def parts(self, shape: tuple[int, ...]) -> Parts:
+        """Codes and scales, as compressed-tensors names them and vLLM loads them."""
+        return (("weight", Spec(FP8, shape)), (SCALE, Spec(self.scales, self.scale_shape(shape))))
+
     def quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Codes (R, C) and a scale (⌈R / b⌉, ⌈C / b⌉) of each block, a power of two."""
         import torch
@@ -145,7 +160,7 @@ class Fp8Blocks(Fp8):
 
     def unpack(self, parts: Sequence[Tensor], columns: int) -> Tensor:
         """The numbers (r, C) float32 of some rows of blocks."""
-        return dequantize_fp8(parts[0], parts[1], self.edges)
+        return dequantize_fp8(parts[0], numbers(parts[1]), self.edges)
 
     def config_group(self) -> dict[str, Any]:
         """Weights by block, activations in groups as wide."""
@@ -165,24 +180,31 @@ class Fp8Blocks(Fp8):
         shape, block = _fp8_matrix(checkpoint, module), block_size(checkpoint)
         if shape is None:
             return None
-        inverse, scale = (checkpoint.tensors.get(f"{module}.{name}") for name in (SCALE_INV, SCALE))
+        stored_scale, info = first_part(checkpoint, module, SCALES), checkpoint.tensors[f"{module}.weight"]
         expected = blocks_of(shape, block)
-        if scale is not None and scale.shape != expected:
-            return None
-        stored_scale, info = inverse or scale, checkpoint.tensors[f"{module}.weight"]
         if stored_scale is None:
             raise CheckpointError(
                 info.file,
                 f"{info.name} is FP8 but has no {SCALE_INV}",
                 "the checkpoint is incomplete, download it again",
             )
+        if stored_scale.dtype not in (*FLOATING, *IN_BYTES):
+            raise CheckpointError(
+                stored_scale.file,
+                f"{stored_scale.name} is {stored_scale.dtype}, which is no scale of FP8",
+                f"one in {', '.join((*FLOATING, *IN_BYTES))} is needed",
+            )
+        in_bytes, last = stored_scale.dtype in IN_BYTES, stored_scale.name.rpartition(".")[2]
+        if stored_scale.shape != expected and last == SCALE and not in_bytes:
+            return None
         if stored_scale.shape != expected:
+            mx = f", and MXFP8 needs one for every {GROUP} of its columns" if in_bytes else ""
             raise CheckpointError(
                 stored_scale.file,
                 f"{stored_scale.name} has shape {list(stored_scale.shape)}, but {list(shape)} in blocks of "
-                f"{list(block)} needs {list(expected)}",
+                f"{list(block)} needs {list(expected)}{mx}",
             )
-        return StoredMatrix(cls(*block), ("weight", stored_scale.name.rpartition(".")[2]), shape)
+        return StoredMatrix(cls(*block, scales=E8M0 if in_bytes else "F32"), ("weight", last), shape)
 
 
 FORMAT = "float-quantized"
@@ -275,10 +297,9 @@ def is_per_row(weight: Sequence[int], scale: Sequence[int], block: tuple[int, in
 
 def unreadable_scale(form: Fp8, scale: Stored, weight: tuple[int, ...]) -> str | None:
     """Describe the scale of a weight (R, C) if its form is recognized but cannot be read; None otherwise."""
-    if scale.dtype in ("F8_E8M0", "U8"):
-        return "in E8M0, powers of two in a byte"
     if scale.shape == form.scale_shape(weight):
-        return None
+        in_bytes = scale.dtype in IN_BYTES and not isinstance(form, Fp8Blocks)
+        return "in E8M0, powers of two in a byte, of rows" if in_bytes else None
     if scale.shape in ((), (1,), (1, 1)):
         return "for the whole matrix"
     if len(scale.shape) == 2 and scale.shape[0] == weight[0] and scale.shape[1] > 1 and not weight[1] % scale.shape[1]:
@@ -290,33 +311,3 @@ def has_kv_scales(config: Mapping[str, Any]) -> bool:
     """Whether config.json declares scales for an FP8 cache of keys and values."""
     section = config.get("quantization_config")
     return isinstance(section, Mapping) and bool(section.get("kv_cache_scheme"))
-
-
-def declared_form(config: Mapping[str, Any], where: str) -> Fp8:
-    """The format that an FP8 model's config.json declares; `where` is its path, for messages.
-
-    Raises:
-        CheckpointError: it declares none of these formats.
-    """
-    block = declared_block(config, where)
-    if (config.get("quantization_config") or {}).get("quant_method") != "compressed-tensors":
-        return Fp8Blocks(*block)
-    schemes = weight_schemes(config)
-    strategies = {str(weights.get("strategy")) for weights in schemes}
-    wanted = {"num_bits": 8, "type": "float"}
-    if strategies not in ({"channel"}, {"block"}) or not all(wanted.items() <= weights.items() for weights in schemes):
-        declared = [f"{weights.get('type')}{weights.get('num_bits')} {weights.get('strategy')}" for weights in schemes]
-        raise CheckpointError(
-            f"{where}: quantization_config.config_groups",
-            f"weights are {', '.join(dict.fromkeys(declared)) or 'not said'}; of compressed-tensors only FP8 with a "
-            "scale per row or per block can be quantized (num_bits 8, type float, strategy channel or block, one in "
-            "all groups)",
-            "give the model's FP8 or BF16 release",
-        )
-    return Fp8Blocks(*block) if strategies == {"block"} else ROWS
-
-
-def declared_scale(config: Mapping[str, Any]) -> str:
-    """The last name of scales in a checkpoint with this config.json."""
-    section = config.get("quantization_config") or {}
-    return SCALE if section.get("quant_method") == "compressed-tensors" else SCALE_INV

@@ -18,6 +18,7 @@ from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import FP8, Spec
 from quantizers.system.errors import CheckpointError
 
+from .e8m0 import DTYPES
 from .format import ACTIVATIONS, PACKED, SCALE, ExpertFormat, Grid, Parts, StoredMatrix, arguments
 from .packed_integers import dequantize
 
@@ -142,11 +143,11 @@ class Nvfp4(ExpertFormat):
     @classmethod
     def stored(cls, checkpoint: Checkpoint, module: str) -> StoredMatrix | None:
         """A matrix of E2M1 codes with E4M3 scales."""
-        codes = checkpoint.tensors.get(f"{module}.{PACKED}")
-        if codes is None or codes.dtype != "U8":
+        codes, scale = (checkpoint.tensors.get(f"{module}.{name}") for name in (PACKED, SCALE))
+        if codes is None or codes.dtype != "U8" or (scale is not None and scale.dtype in DTYPES):
             return None
         names = (PACKED, SCALE, GLOBAL_SCALE)
-        packed, scale, whole = (checkpoint.require(f"{module}.{name}", "part of an NVFP4 weight") for name in names)
+        packed, scale, whole = (checkpoint.require(f"{module}.{name}", "part of an FP4 weight") for name in names)
         rows, columns = (packed.shape[0], 2 * packed.shape[1]) if len(packed.shape) == 2 else (0, 0)
         stored = [(info.dtype, info.shape) for info in (scale, whole)]
         if not rows or stored != [(FP8, (rows, columns // GROUP)), ("F32", (1,))] or columns % GROUP:

@@ -141,6 +141,20 @@ class Integers(ExpertFormat):
         )
 
     @classmethod
+    def of_headers(cls, headers: Checkpoint, module: str) -> StoredMatrix | None:
+        """As `stored`, without data: a config group declares bits and group size, and these give the columns."""
+        packed, scale, shape = (headers.tensors.get(f"{module}.{last}") for last in WHOLE)
+        others = any(f"{module}.{last}" in headers.tensors for last in (ZERO_POINT, GROUP_INDEX))
+        if packed is None or scale is None or packed.dtype != "I32" or others:
+            return None
+        forms = [cls.of_config_group(weights, None) for weights in weight_schemes(headers.config)]
+        for form in filter(None, forms) if len(packed.shape) == len(scale.shape) == 2 else ():
+            columns = scale.shape[1] * form.group_size
+            if packed.shape == (scale.shape[0], math.ceil(columns * form.bits / 32)):
+                return StoredMatrix(form, WHOLE if shape else WHOLE[:2], (packed.shape[0], columns))
+        return None
+
+    @classmethod
     def of_experts(cls, checkpoint: Checkpoint, modules: Sequence[str]) -> Self | None:
         """The integers of some experts; a CheckpointError if they are no symmetric ones of a known size."""
         known = (*WHOLE, ZERO_POINT, GROUP_INDEX)

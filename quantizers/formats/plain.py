@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from quantizers.checkpoint.reader import Checkpoint
-from quantizers.checkpoint.safetensors_header import FLOATING, Spec
+from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FLOATING, Spec
 
 from .format import Parts, RowFormat, StoredMatrix
 
@@ -26,6 +26,11 @@ class Plain(RowFormat):
 
     def __str__(self) -> str:
         return self.dtype
+
+    @property
+    def weight_bits(self) -> int:
+        """Bits of its dtype."""
+        return 8 * DTYPE_BYTES[self.dtype]
 
     def parts(self, shape: tuple[int, ...]) -> Parts:
         """The weight alone."""

@@ -25,13 +25,16 @@ from quantizers.system.errors import CheckpointError, InputError
 from quantizers.system.output_files import REPORT
 
 from .awq_gptq import is_awq_or_gptq, read_packing
-from .fp8 import declared_form
+from .declared import group_forms
+from .modelopt import MODELOPT, algorithm_problems
 
-SECTION = "quantization_config"
+SECTION, QUARK = "quantization_config", "quark"
 SUPPORTED = (
-    "dense", "float-quantized", "int-quantized", "mixed-precision", "naive-quantized", "nvfp4-pack-quantized",
-    "pack-quantized",
+    "dense", "float-quantized", "int-quantized", "mixed-precision", "mxfp4-pack-quantized", "mxfp8-quantized",
+    "naive-quantized", "nvfp4-pack-quantized", "pack-quantized",
 )  # fmt: skip
+# quant_method of formats that are read; mxfp8 is MiniMax-M3's, and mxfp4 gpt-oss's.
+METHODS = ("compressed-tensors", "fp8", "mxfp4", "mxfp8", MODELOPT, QUARK)
 # By quant_method: what to do instead.
 INSTEAD = {
     "gguf": EVALUATE_GGUF,
@@ -58,7 +61,11 @@ def refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
 
 def _problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     method = section.get("quant_method", "compressed-tensors")
-    if method not in ("fp8", "compressed-tensors"):
+    if method == MODELOPT:
+        yield from algorithm_problems(section)
+    elif method == QUARK:
+        yield from _quark_problems(section)
+    elif method not in METHODS:
         instead = INSTEAD.get(method.lower(), OTHERWISE) if isinstance(method, str) else OTHERWISE
         yield f"quant_method is {reprlib.repr(method)}, which is not supported", instead
     groups = section.get("config_groups")
@@ -75,6 +82,22 @@ def _problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"sparsity_config has format {reprlib.repr(sparsity['format'])}, which is not supported", OTHERWISE
 
 
+def _quark_problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Whether AMD's Quark wrote anything but MXFP4: see mxfp4.py."""
+    whole = section.get("global_quant_config")
+    weight = whole.get("weight") if isinstance(whole, Mapping) else None
+    wanted = {"dtype": "fp4", "group_size": 32, "scale_format": "e8m0"}
+    if not isinstance(weight, Mapping) or not wanted.items() <= weight.items():
+        yield "Quark's global_quant_config.weight is no MXFP4 (dtype fp4, group_size 32, scale_format e8m0)", OTHERWISE
+
+
+FEW_BITS = 4
+ALREADY = "this model already has 4-bit weights, so there is nothing to quantize"
+RELEASE = "give the model's FP8 or BF16 release"
+ACCEPT = (
+    f"{RELEASE}; or, to have its experts in fewer bits, source.accept_quantized: true in the recipe (quantize new "
+    "--accept-quantized)"
+)
 BITS = ("bits", "w_bit", "num_bits")
 SWITCHES = ("load_in_4bit", "_load_in_4bit")
 # Keys with a format's name; of dtypes, not those of the KV cache or of activations.
@@ -86,25 +109,30 @@ INNER = ("text_config", SECTION, "config_groups", "weights")  # sections that sa
 def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
     """Refuse a source whose weights have 4 bits or fewer, by its config.json, whose path is `where`."""
     for sign in _four_bit_keys(config):
-        raise CheckpointError(
-            where,
-            f"{sign}: this model already has 4-bit weights, so there is nothing to quantize",
-            "give the model's FP8 or BF16 release",
-        )
+        remedy = RELEASE
+        with contextlib.suppress(CheckpointError):  # accepted, it would be refused for this
+            refuse_unquantizable(config, where, accepted=True)
+            remedy = ACCEPT
+        raise CheckpointError(where, f"{sign}: {ALREADY}", remedy)
 
 
-def refuse_unquantizable(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a source whose weights are neither BF16 nor FP8 by its config.json, whose path is `where`."""
-    refuse_four_bits(config, where)
+def refuse_unquantizable(config: Mapping[str, Any], where: str, *, accepted: bool = False) -> None:
+    """Refuse a source that cannot be quantized by its config.json, whose path is `where`.
+
+    Args:
+        accepted: whether the recipe accepts weights of 4 bits or fewer.
+    """
+    if not accepted:
+        refuse_four_bits(config, where)
     if is_awq_or_gptq(config):
         raise CheckpointError(
             where,
             f"{SECTION}.quant_method is {config[SECTION]['quant_method']!r}: these weights are integers already",
-            "give the model's FP8 or BF16 release",
+            RELEASE,
         )
     refuse_unsupported(config, where)
-    if config.get(SECTION):
-        declared_form(config, where)
+    if (config.get(SECTION) or {}).get("quant_method") == "compressed-tensors":
+        group_forms(config, where)
 
 
 def _four_bit_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -25,7 +25,9 @@ import torch
 from safetensors.torch import load, save
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.experts_call import arguments_of
 from quantizers.architectures.gates import gate_of
+from quantizers.architectures.matrices import as_stacked
 from quantizers.device.devices import is_accelerator
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.model.activation_store import ActivationStore
@@ -160,12 +162,19 @@ class InputSums:
                 hooks.callback(self._watch_keys(layer, name.removesuffix(KV_B), sums).remove)
         if layer.number not in facts.dense:
             experts: Any = layer.module.get_submodule(facts.modules.experts)
-            count, double, hidden = experts.gate_up_proj.shape
-            sums |= {GATE: no_sums(count, hidden, device), DOWN: no_sums(count, double // 2, device)}
+            count, hidden, width = facts.num_experts, facts.expert_inputs, facts.expert_width
+            sums |= {GATE: no_sums(count, hidden, device), DOWN: no_sums(count, width, device)}
             own_gate = facts.of_layer(layer.number).own_gate
 
             def add_inputs(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
-                add_experts(sums, module, capture_moe_inputs(*args, *kwargs.values()), self.tokens, own_gate)
+                add_experts(
+                    sums,
+                    module,
+                    capture_moe_inputs(*arguments_of(module, args, kwargs)),
+                    self.tokens,
+                    own_gate,
+                    **facts.modules.layout,
+                )
 
             hooks.callback(experts.register_forward_pre_hook(add_inputs, with_kwargs=True).remove)
         with hooks:
@@ -203,7 +212,7 @@ def read_sums(folder: Path, layer: int | None) -> LayerSums:
 
 def bytes_of_sums(facts: Architecture, tokens: int, itemsize: int) -> int:
     """Bytes of all that `InputSums` writes for so many tokens, and of the matrix made of it."""
-    experts = len(facts.moe_layers) * facts.num_experts * (3 * facts.hidden_size + 2 * facts.expert_width)
+    experts = len(facts.moe_layers) * facts.num_experts * (3 * facts.expert_inputs + 2 * facts.expert_width)
     return tokens * facts.row_bytes(itemsize) + FLOAT * experts
 
 
@@ -221,14 +230,16 @@ def module_of(model: StreamedModel, name: str) -> str:
     return model.facts.in_transformers(weight).removesuffix(".weight")
 
 
-def add_experts(sums: LayerSums, experts: Any, inputs: MoeInputs, tokens: Tokens, own_gate: bool) -> None:
+def add_experts(
+    sums: LayerSums, experts: Any, inputs: MoeInputs, tokens: Tokens, own_gate: bool, **layout: bool
+) -> None:
     """Add what the matrices of a layer's experts read of some rows to GATE and DOWN of `sums`.
 
     Args:
-        experts: transformers' module with its weights, gate_up_proj (E, 2I, H).
+        experts: transformers' module with its weights, which `layout` says how it holds, see `Modules`.
         own_gate: whether it has a gate of its own, see architectures/gates.py.
     """
-    gate_up = experts.gate_up_proj
+    gate_up, _ = as_stacked(experts, **layout)
     gate = gate_of(experts, own_gate)
     chosen = inputs.chosen.long()
     if tokens != "routed":
@@ -240,7 +251,8 @@ def add_experts(sums: LayerSums, experts: Any, inputs: MoeInputs, tokens: Tokens
     times = ROUTED * len(gate_up) // chosen.shape[1] if tokens == "both" else 1
     counts: list[int] = route_counts(chosen, len(gate_up)).tolist()
     rows_by_expert = chosen.flatten().argsort(stable=True) // chosen.shape[1]
-    for expert, rows in enumerate(rows_by_expert.split(counts)):
+    others = len(rows_by_expert) - sum(counts)  # to experts without matrices, which come last
+    for expert, rows in enumerate(rows_by_expert.split([*counts, others])[:-1]):
         if len(rows):
             x, usable = inputs.x[rows], inputs.usable[rows]
             sums[GATE].add(x, expert, usable, times)

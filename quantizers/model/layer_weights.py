@@ -14,7 +14,7 @@ from itertools import product
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.architectures.matrices import Matrix, as_held, split_first
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
 from quantizers.formats.dequantization import is_finite, read_weight, refuse_bias, stored_matrix, unchecked_weight
@@ -63,9 +63,9 @@ class ExpertWeights:
     def __post_init__(self) -> None:
         self.experts = self.facts.num_experts
         self.width = self.facts.expert_width
-        self.hidden = self.facts.hidden_size
+        self.hidden = self.facts.expert_inputs
         self._stored: dict[str, StoredMatrix | ForeignFormat] = {}
-        for matrix, expert in product(MATRICES, range(self.experts)):
+        for matrix, expert in product(self.facts.matrices, range(self.experts)):
             module = self.facts.expert(self.layer, expert, matrix)
             stored = self._stored[module] = stored_matrix(self.stored, module)
             if isinstance(stored, StoredMatrix):
@@ -73,11 +73,15 @@ class ExpertWeights:
             refuse_bias(self.stored, module)
 
     def batch(self, experts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Some experts, by their numbers: gate_up (c, 2I, H), w1 above w3, and down (c, H, I); not checked yet."""
-        shapes = ((len(experts), 2 * self.width, self.hidden), (len(experts), self.hidden, self.width))
+        """Some experts, by their numbers: gate_up (c, 2I, H), w1 above w3, and down (c, H, I); not checked yet.
+
+        Without a gate the first is w3 alone, (c, I, H).
+        """
+        matrices = self.facts.matrices
+        first = (len(experts), (len(matrices) - 1) * self.width, self.hidden)
+        shapes = (first, (len(experts), self.hidden, self.width))
         gate_up, down = (torch.empty(shape, device=self.device, dtype=self.dtype) for shape in shapes)
-        slots = (gate_up[:, : self.width], gate_up[:, self.width :], down)
-        for matrix, slot in zip(MATRICES, slots, strict=True):
+        for matrix, slot in zip(matrices, (*split_first(gate_up, len(matrices)), down), strict=True):
             for expert, weight in zip(experts, slot, strict=True):
                 self._fill(matrix, self.facts.expert(self.layer, expert, matrix), weight)
         return gate_up, down
@@ -127,7 +131,8 @@ def layer_weights(
     """Read one decoder layer's parameters, with fused experts, by transformers' names within the layer.
 
     Returns:
-        Norms, attention, router, `….gate_up_proj` (E, 2I, H) and `….down_proj` (E, H, I), in `dtype`, except what the
+        Norms, attention, router, `….gate_up_proj` (E, 2I, H) and `….down_proj` (E, H, I), or `….up_proj` (E, I, H)
+        instead of the first where there is no gate, as the class holds them, in `dtype`, except what the
         family publishes in float32 (a router and its bias) or as integers, which stays so. A dense layer has its MLP
         instead. What transformers converts has its published name, and is as it is stored. Tables of which rows are
         looked up are not among them.
@@ -159,7 +164,8 @@ def layer_weights(
     if experts and layer not in facts.dense:
         routed = ExpertWeights(checkpoint, facts, layer, device, dtype, checks)
         at = facts.modules.experts
-        weights[f"{at}.gate_up_proj"], weights[f"{at}.down_proj"] = routed.batch(range(routed.experts))
+        names = (f"{at}.{name}" for name in facts.expert_parameters)
+        weights |= zip(names, as_held(*routed.batch(range(routed.experts)), **facts.modules.layout), strict=True)
     require_finite(checks)
     return weights
 

@@ -24,8 +24,8 @@ class MoeInputs(NamedTuple):
     """The input and routing of some rows at a layer's MoE block, as `capture_moe_inputs` makes it.
 
     Attributes:
-        x: (T, H), the block's input.
-        chosen: (T, K) int32 or int64, the experts that the router chose.
+        x: (T, H), what the experts read: the block's input for the most part.
+        chosen: (T, K) int32 or int64, the experts that the router chose; from E on they have no matrices.
         weight: (T, K) float32, their routing weights.
         usable: (T,) bool; False where the input or a routing weight is not finite, or so large that its square is not:
             both are zero there.
@@ -108,7 +108,7 @@ def moe_input_store(
     `make` gets a name, a width and a dtype, and returns a store for the rows of all sequences.
     """
     return MoeInputStore(
-        make("x", facts.hidden_size, dtype),
+        make("x", facts.expert_inputs, dtype),
         make("chosen", facts.top_k, torch.int32),
         make("weight", facts.top_k, torch.float32),
         make("usable", 1, torch.bool),
@@ -136,7 +136,10 @@ class _Chunks(Sequence[MoeInputs]):
 
 
 def route_counts(chosen: torch.Tensor, experts: int) -> torch.Tensor:
-    """(E,) int64: number of tokens routed to each expert, from the chosen experts (T, K) int64."""
-    flat = chosen.flatten()
-    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
-    return counts.scatter_add_(0, flat, torch.ones_like(flat))
+    """(E,) int64: number of tokens routed to each expert, from the chosen experts (T, K) int64.
+
+    Larger numbers are those of experts without matrices, which are not counted.
+    """
+    flat = chosen.flatten().clamp(max=experts)
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))[:experts]

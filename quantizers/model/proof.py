@@ -11,8 +11,9 @@ import contextlib
 
 import torch
 
+from quantizers.architectures.experts_call import replaced_experts
 from quantizers.architectures.roles import example_of, weighted
-from quantizers.architectures.skeleton import differing_arguments, first, replaced_forward
+from quantizers.architectures.skeleton import differing_arguments, first
 from quantizers.system.errors import ArchitectureError
 
 from .layer_forward import padded, unpadded
@@ -61,7 +62,7 @@ class Proof:
         with contextlib.ExitStack() as stack:
             if layer.number not in model.facts.dense:
                 experts = layer.module.get_submodule(model.facts.modules.experts)
-                stack.enter_context(replaced_forward(experts, weighted))
+                stack.enter_context(replaced_experts(experts, weighted))
             alone = list(zip(self._calls, self._handed, self._states.split(LENGTHS), strict=True))
             own = [(calls[layer.number].of(states.unsqueeze(0), handed), states) for calls, handed, states in alone]
             expected = torch.cat([first(layer.module(**call)).view_as(states) for call, states in own])

@@ -8,8 +8,7 @@ Most layers are `residual + block(norm(residual))` from a residual stream that a
 The first, `attend`, is the layer without its MoE block, a batch of sequences at a time. The second, `finish`, is norm,
 router and experts, added to that. It treats every token alone, so it takes any rows of any sequences together; and
 if only norm, router and experts change, the first half need not run again. Any other layer runs whole each time: its
-first half leaves the states as they are. Only the call of the routed experts is intercepted, with arguments
-`(hidden_states, top_k_index, top_k_weights)`, which nearly all MoE models in transformers share.
+first half leaves the states as they are. Only the call of the routed experts is intercepted, see experts_call.py.
 """
 
 from __future__ import annotations
@@ -23,10 +22,12 @@ import torch
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.config_class import config_of
+from quantizers.architectures.expert_probes import LARGE
+from quantizers.architectures.experts_call import arguments_of, of_chosen_rows, replaced_experts, weighs_inputs
 from quantizers.architectures.gates import gate_of
-from quantizers.architectures.matrices import FUSED
-from quantizers.architectures.roles import EXACT, LARGE
-from quantizers.architectures.skeleton import Skeleton, first, model_class, replaced_forward
+from quantizers.architectures.roles import EXACT
+from quantizers.architectures.skeleton import Skeleton, first, replaced_forward
+from quantizers.architectures.whole_class import model_class
 from quantizers.formats.dequantization import read_weight
 from quantizers.system.errors import ArchitectureError, CheckpointError
 
@@ -175,7 +176,7 @@ class StreamedModel:
         left_out = list(modules.idle)
         if number not in self.facts.dense:
             require_gate(module.get_submodule(modules.experts), self.facts, number)
-            left_out += [] if experts else [f"{modules.experts}.{name}" for name in FUSED]
+            left_out += [] if experts else [f"{modules.experts}.{name}" for name in self.facts.expert_parameters]
         weights = layer_weights(stored or self.checkpoint, self.facts, number, self.device, self.dtype, experts=experts)
         # What transformers makes of some of a layer's tensors takes their place.
         parts = {name for names in self.facts.modules.converted.values() for name in names if name in weights}
@@ -191,10 +192,14 @@ class StreamedModel:
         load_layer(module, weights, self.facts, left_out)
         del weights  # otherwise what `release_experts` releases would live here until the block ends
         module.requires_grad_(False)
+        stack = contextlib.ExitStack()
+        if number not in self.facts.dense and weighs_inputs(routed := module.get_submodule(modules.experts)):
+            stack.enter_context(replaced_experts(routed, of_chosen_rows(routed)))
         try:
             kind = self.facts.of_layer(number)
             yield DecoderLayer(number, module, kind.halves, kind.alone)
         finally:
+            stack.close()
             module.to("meta")  # frees the weights even if someone still references the module
 
     def release_experts(self, layer: DecoderLayer) -> None:
@@ -221,7 +226,7 @@ class StreamedModel:
     @torch.no_grad()
     def route(self, layer: DecoderLayer, entering: torch.Tensor) -> MoeInputs:
         """Compute the inputs of a layer's experts without running them. `entering` as for `finish`."""
-        with self._experts_called(layer) as calls, replaced_forward(self._experts(layer), _zeros):
+        with self._experts_called(layer) as calls, replaced_experts(self._experts(layer), _zeros):
             self._second_half(layer, entering)
         return capture_moe_inputs(*calls[0])
 
@@ -247,11 +252,11 @@ class StreamedModel:
 
     @contextlib.contextmanager
     def _experts_called(self, layer: DecoderLayer) -> Iterator[list[tuple[torch.Tensor, ...]]]:
-        """The arguments of each call of a layer's experts within the block."""
+        """The states, indices and weights of each call of a layer's experts within the block."""
         calls: list[tuple[torch.Tensor, ...]] = []
 
-        def called(_: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
-            calls.append((*args, *kwargs.values()))
+        def called(experts: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
+            calls.append(arguments_of(experts, args, kwargs))
 
         hook = self._experts(layer).register_forward_pre_hook(called, with_kwargs=True)
         try:
@@ -298,8 +303,16 @@ def load_layer(
         ArchitectureError: the layer does not have one, needs another, or has another shape for it.
     """
     about = f"the facts of {facts.model_type}"
+    given = dict(weights)
+    for name in facts.expert_parameters if facts.identities else ():
+        full = f"{facts.modules.experts}.{name}"
+        if full in given:  # of fewer experts: the class has room for those without matrices, and never reads it
+            layer.get_submodule(facts.modules.experts).register_parameter(
+                name, torch.nn.Parameter(given.pop(full), requires_grad=False)
+            )
+            left_out = [*left_out, full]
     try:
-        missing, unknown = layer.load_state_dict(weights, strict=False, assign=True)
+        missing, unknown = layer.load_state_dict(given, strict=False, assign=True)
     except RuntimeError as failure:
         reason = " ".join(str(failure).split()).removeprefix("Error(s) in loading state_dict for ")
         raise ArchitectureError(about, f"transformers' layer has other shapes ({reason})") from None
@@ -321,7 +334,7 @@ def require_gate(experts: torch.nn.Module, facts: Architecture, number: int) -> 
 
     The Hessian of w2 is computed from that product, and the scale between w3 and w2 is exact for it alone.
     """
-    if facts.of_layer(number).own_gate or not hasattr(experts, "_apply_gate"):
+    if facts.of_layer(number).own_gate or "gate" not in facts.expert_linears or not hasattr(experts, "_apply_gate"):
         return
     products = LARGE * torch.randn(64, 16, generator=torch.Generator().manual_seed(0))  # a clamp shows in large ones
     plain, own = (gate_of(experts, own)(products) for own in (False, True))

@@ -51,6 +51,26 @@ class LayerEntry(schema.Layer):
         write_json(journal.layer_file(work, self.layer), self.as_dict())
 
 
+class ConvertedPart(schema.ConvertedLayer):
+    """The journal's entry of a layer, or of another part of the source, that is converted and written."""
+
+    shard: str = key("Name of its file")
+    digest: ShardDigest = key("The file as it was written")
+    audit: dict[str, Any] = key("What was compared when it was written, see `LayerAudit`")
+    peak_memory_bytes: int = key("Peak memory of the process up to then", "bytes")
+
+    @property
+    def file(self) -> Shard:
+        """Its shard."""
+        return Shard(self.shard, self.digest)
+
+    def shown(self) -> schema.ConvertedLayer:
+        """The part of it that report.json has of each layer."""
+        return schema.ConvertedLayer(
+            **{name: value for name, value in self.given().items() if name in schema.ConvertedLayer.model_fields}
+        )
+
+
 def read_entries(work: Path, layers: int) -> list[LayerEntry]:
     """The entries of all layers done so far, in order."""
     return list(map(LayerEntry.model_validate, journal.done_layers(work, layers)))

@@ -31,6 +31,7 @@ from quantizers.walk.context import Context
 
 from . import publication as publishing
 from .consumers import NOT_CHECKED, NotChecked, plan_findings
+from .conversion import make_conversion, refuse_options
 from .fingerprint import refuse_different_ranks
 from .finished import already_done, warn_of_another_source
 from .inputs import Inputs, read_inputs
@@ -54,6 +55,7 @@ def run(job: Job, options: Options) -> dict[str, Any]:
         QuantizeError: exit 1. Interrupted: 130 or 143.
     """
     dist, uploads = options.dist, None
+    refuse_options(job, options)
     work = journal.work_folder(options.output, dist.node)
     if dist.is_main:
         _refuse_absent_rooms(job, options)
@@ -81,8 +83,9 @@ def run(job: Job, options: Options) -> dict[str, Any]:
             refuse_different_ranks(job, options)
         with journal.locked(options.output, dist):
             if unfinished and dist.is_main:
+                make = _make_output if job.recipe.experts.convert is None else make_conversion
                 with contextlib.closing(uploads) if uploads else contextlib.nullcontext():
-                    _make_output(job, options, work, check, uploads)
+                    make(job, options, work, check, uploads)
             elif unfinished:
                 _quantize_share(job, options, work, check)
             publishing.open_up(uploads, options.destination)

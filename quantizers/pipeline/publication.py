@@ -24,7 +24,7 @@ from quantizers.system.output_files import REPORT
 from quantizers.system.strict_yaml import dump
 
 if TYPE_CHECKING:
-    from quantizers.eval.report.schema import Planned, PlannedRun, Published, Report
+    from quantizers.eval.report.schema import Planned, Published, Report
 
 FREE = 100_000_000_000  # bytes of private repositories of an account that pays nothing
 
@@ -96,7 +96,7 @@ def card_gaps(report: Planned) -> dict[str, str]:
     return gaps
 
 
-def begin(uploads: Uploads | None, destination: Destination | None, report: PlannedRun) -> None:
+def begin(uploads: Uploads | None, destination: Destination | None, report: Planned) -> None:
     """Begin to upload finished shards; say where, what is needed there, and what the card will lack.
 
     Raises:

@@ -317,7 +317,9 @@ def _with_converted(job: Job) -> Checkpoint:
         if action.kind == "convert"
         for name, spec in action.outputs.items()
     }
-    return replace(job.opened, tensors=job.opened.tensors | made)
+    changed = {action.source for action in job.plan.actions if action.kind in ("convert", "drop")}
+    kept = {name: info for name, info in job.opened.tensors.items() if name not in changed}
+    return replace(job.opened, tensors=kept | made)
 
 
 def _is_written(job: Job, part: int | None, context: Context) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from quantizers.calibration import samples
 from quantizers.calibration.samples import CalibrationData
 from quantizers.calibration.set import read_set
 from quantizers.checkpoint.reader import Checkpoint, left_behind, side_files
-from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.source_identity import source_digest
 from quantizers.device.devices import machine, versions
 from quantizers.eval.coverage.figures import AllExpertPass, Coverage, Gate
@@ -45,7 +44,7 @@ from quantizers.system.progress import peak_memory, progress
 from quantizers.walk.context import Context
 
 from .consumers import Findings, NotChecked, folder_findings, unchecked_notes
-from .layer_entry import read_entries
+from .layer_entry import ConvertedPart, read_entries
 from .report_files import read_front_matter
 
 LICENSE_DETAILS = ("license_name", "license_link")
@@ -59,13 +58,22 @@ def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: 
     The source's side files and the set are read now, and not again later. The recipe is `resolved` as it is published
     with the output.
     """
+    planned = planned_conversion(job, resolved, device)
+    return schema.PlannedRun(
+        **planned.changed(notes=[*planned.notes, as_stored(device)]).given(),
+        calibration=_calibration(job, data, resolved),
+    )
+
+
+def planned_conversion(job: Job, resolved: Resolved, device: torch.device) -> schema.PlannedByRecipe:
+    """The same without a calibration set, as of a recipe that converts."""
     source, model = job.opened, resolved.recipe.source.model
     remarks = [job.facts.origin(), *remarks_on_config(source, job.facts), left_behind(source)]
-    return schema.PlannedRun(
-        source=source_figures(job.facts, model, source),
+    return schema.PlannedByRecipe(
+        source=source_figures(job.facts, model, source, " and ".join(map(str, job.plan.source_experts))),
         plan=plan_figures(job.plan, job.facts),
         versions=versions(),
-        notes=[*filter(None, remarks), as_stored(device), *unchecked_notes()],
+        notes=[*filter(None, remarks), *unchecked_notes()],
         architecture=job.facts.found() or None,
         serving=serving(job.plan, job.facts, source, model),
         settings=schema.Settings(
@@ -75,7 +83,6 @@ def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: 
             file=job.path.name,
             machine=machine(device),
         ),
-        calibration=_calibration(job, data, resolved),
     )
 
 
@@ -103,10 +110,7 @@ def run_report(
         started: `time.monotonic()` when this process began.
     """
     layers = _read_journal(context.work, job.facts.num_layers)
-    on_hub = context.uploads.settle(context.check) if context.uploads else None
-    audit = _last_reading(job, layers, context, on_hub)
-    findings = folder_findings(context.work / "output", job.facts, on_hub)
-    verified = verified_parts(layers.written, audit, findings)
+    verified = _last_reading(job, layers.written, layers.audits, context)
     rule = job.recipe.verify.coverage if job.recipe.verify else None
     coverage, coverage_checks = _coverage(layers, data, rule)
     schemes, measuring = None, None
@@ -134,6 +138,43 @@ def run_report(
         card=schema.NO_CARD,
     )
     return schema.MeasuredRunReport(**report.given(), **figures.given()) if figures else report
+
+
+def conversion_report(
+    planned: schema.PlannedByRecipe,
+    job: Job,
+    parts: Sequence[ConvertedPart],
+    started: float,
+    context: Context,
+) -> schema.ConversionReport:
+    """The report of a conversion, as `run_report`; all values of its parts were compared when they were written."""
+    written = dict(entry.file for entry in parts)
+    verified = _last_reading(job, written, [LayerAudit(**entry.audit) for entry in parts], context)
+    shown = [entry.shown() for entry in parts]
+    layers = [layer for layer in shown if layer.layer is not None and layer.layer < job.plan.layers]
+    return schema.ConversionReport(
+        **planned.given(),
+        audit=verified.audit,
+        gates=[*verified.gates, gate("conversion", 0, 0, "values that differ from the source's")],
+        consumers=verified.consumers,
+        conversion=schema.Conversion(
+            to=str(job.plan.experts.convert),
+            before=list(
+                dict.fromkeys(str(a.stored.form) for a in job.plan.actions if a.kind == "convert" and a.stored)
+            ),
+            matrices=sum(part.matrices for part in shown),
+            values=sum(part.values for part in shown),
+            equal=True,
+        ),
+        layers=layers,
+        seconds=schema.Seconds(
+            this_process=time.monotonic() - started, layers=sum(sum(layer.seconds.values()) for layer in layers)
+        ),
+        peak_memory_bytes=max(peak_memory(context.device), *(entry.peak_memory_bytes for entry in parts)),
+        files=[],
+        sha256={},
+        card=schema.NO_CARD,
+    )
 
 
 @dataclass(frozen=True)
@@ -178,15 +219,28 @@ def _fidelity_gates(job: Job, figures: Fidelity | None) -> list[Gate]:
     return [gate(name, value, limit, words) for name, value, limit, words in limits if limit is not None]
 
 
-def _last_reading(job: Job, layers: _Layers, context: Context, on_hub: HubFiles | None) -> Audit:
-    """The audit of the whole folder, read once more from the disk.
+def _last_reading(
+    job: Job, written: Mapping[str, ShardDigest], audits: Sequence[LayerAudit], context: Context
+) -> Verified:
+    """The checks of the whole folder, read once more from the disk.
 
-    Of shards that are `on_hub` alone, its hashes are compared. Raises a QuantizeError if a shard has changed since it
+    Of shards that are on the Hub alone, its hashes are compared. Raises a QuantizeError if a shard has changed since it
     was written; the same command makes it again.
     """
-    folder, written = context.work / "output", layers.written
+    folder, on_hub = context.work / "output", context.uploads.settle(context.check) if context.uploads else None
+    convert = job.recipe.experts.convert
     with progress("last reading", len(written), unit="shard", check=context.check) as step:
-        audit = verify(folder, job.opened, context.device, written, step, layers.audits, own=job.facts, remote=on_hub)
+        audit = verify(
+            folder,
+            job.opened,
+            context.device,
+            written,
+            step,
+            audits,
+            own=job.facts,
+            remote=on_hub,
+            convert=convert,
+        )
     if audit.changed:
         more = f", and {len(audit.changed) - 1} more" if len(audit.changed) > 1 else ""
         raise QuantizeError(
@@ -194,7 +248,7 @@ def _last_reading(job: Job, layers: _Layers, context: Context, on_hub: HubFiles 
             f"{audit.changed[0]}{more}",
             "check the disk, then give the same command again, which makes what was damaged again",
         )
-    return audit
+    return verified_parts(written, audit, folder_findings(folder, job.facts, on_hub))
 
 
 class Verified(NamedTuple):
@@ -218,10 +272,10 @@ def verified_parts(written: Mapping[str, ShardDigest], audit: Audit, engines: Fi
     return Verified(audited, gates, schema.Engines.model_validate(engines.as_dict()))
 
 
-def source_figures(facts: Architecture, model: str, source: Checkpoint) -> schema.Source:
-    """A checkpoint called `model`, and what its card says of it."""
-    card = source_card(facts, model, source)
-    return schema.Source(**card.given(), model=model, revision=source.revision, digest=source_digest(source))
+def source_figures(facts: Architecture, model: str, source: Checkpoint, experts: str | None = None) -> schema.Source:
+    """A checkpoint called `model`, what its card says of it, and how it stores the routed experts."""
+    card, digest = source_card(facts, model, source), source_digest(source)
+    return schema.Source(**card.given(), model=model, revision=source.revision, digest=digest, experts=experts)
 
 
 def _calibration(job: Job, data: CalibrationData, resolved: Resolved) -> schema.Calibration:

@@ -13,6 +13,7 @@ from quantizers.checkpoint.source_identity import check_hashes
 from quantizers.output import journal
 from quantizers.output.journal import Shard
 from quantizers.planning.job import Job
+from quantizers.recipe.portable import source_name
 from quantizers.system.errors import OutputError
 from quantizers.system.files import sync_folder
 from quantizers.system.formatting import short_path, size
@@ -24,22 +25,22 @@ from .options import Options
 
 
 def open_work_folder(
-    job: Job, inputs: Inputs, options: Options, work: Path, check: Callable[[], None], uploaded: Container[str]
+    job: Job, inputs: Inputs | None, options: Options, work: Path, check: Callable[[], None], uploaded: Container[str]
 ) -> list[int]:
     """Begin or resume in the work folder, and say so on standard error; the layers whose shards must be made again.
 
     What the run was begun with must be the same, and the texts that its finished layers were measured on; but it may
-    resume without any.
+    resume without any. A run that converts has no inputs.
 
     Raises:
         OutputError: the run was begun with other settings, or without a held-out set.
     """
     output = options.output
-    journal.refuse_changes(work, deciding(job, inputs.data, options.device), output)
+    journal.refuse_changes(work, deciding(job, inputs.data if inputs else None, options.device), output)
     journal.note_command(work, options.command)
     shards = journal.done_shards(work, job.facts.num_layers)
     print(_opening_line(job, options, inputs, len(shards)), file=sys.stderr, flush=True)
-    if inputs.evaluation:
+    if inputs and inputs.evaluation:
         if shards and not (work / journal.HELD_OUT).exists():
             raise OutputError(
                 output,
@@ -75,12 +76,11 @@ def _find_damage(
     return list(damaged)
 
 
-def _opening_line(job: Job, options: Options, inputs: Inputs, done: int) -> str:
+def _opening_line(job: Job, options: Options, inputs: Inputs | None, done: int) -> str:
     """The line with which a run begins: the source's published name, its size, output, device, tokens, layers done.
 
     It gives no time: the rates of `plan` are not this machine's. After the first layer the progress has a measured one.
     """
-    tokens, held_out = inputs.counts
     layers, dense = job.facts.num_layers, len(job.facts.dense)
     threads = torch.get_num_threads()
     place = f"cpu, {threads} thread{'s' if threads > 1 else ''}"
@@ -90,9 +90,13 @@ def _opening_line(job: Job, options: Options, inputs: Inputs, done: int) -> str:
         place += f", one of {options.dist.world_size} processes"
     source = sum(action.spec.bytes for action in job.plan.actions)
     routed = f"{layers - dense} of {layers} layers" if dense else f"{layers} layer{'s' if layers > 1 else ''}"
-    texts = f" and {held_out:,} held-out" if held_out else ""
+    what = f"experts converted to {job.recipe.experts.convert}"
+    if inputs:
+        tokens, held_out = inputs.counts
+        what = f"{tokens:,} calibration{f' and {held_out:,} held-out' if held_out else ''} tokens"
     resuming = f"; resuming after layer {done} of {layers}" if done else ""
+    name = source_name(job.recipe.source.model, job.path.parent)
     return (
-        f"{inputs.resolved.recipe.source.model} ({size(source)}, {routed} × {job.facts.num_experts} experts) → "
-        f"{short_path(options.output)} on {place}; {tokens:,} calibration{texts} tokens{resuming}"
+        f"{name} ({size(source)}, {routed} × {job.facts.num_experts} experts) → "
+        f"{short_path(options.output)} on {place}; {what}{resuming}"
     )

@@ -119,7 +119,9 @@ class Allocation:
 def candidates(facts: Architecture, parallel: int) -> tuple[ExpertFormat, ...]:
     """The schemes whose groups divide the inputs of an expert's matrices, of down (w2) each part on `parallel` GPUs."""
     return tuple(
-        scheme for scheme in CANDIDATES if scheme.fits(facts.hidden_size) and scheme.fits(facts.expert_width, parallel)
+        scheme
+        for scheme in CANDIDATES
+        if scheme.fits(facts.expert_inputs) and scheme.fits(facts.expert_width, parallel)
     )
 
 
@@ -151,7 +153,7 @@ def allocation(plan: Plan, facts: Architecture, experts: Experts, where: str) ->
             f"give experts.tensor_parallel: {fewer}" if fewer else "give another model",
         )
     rows = tuple(_shard_bytes(plan, layers, possible))
-    weights = 3 * facts.num_experts * facts.hidden_size * facts.expert_width
+    weights = facts.num_experts * facts.expert_numbers
     outside = sum(file_size(plan.shard(part)) for part in plan.parts if part not in layers)
     unit: Literal["bytes", "bits"] = "bits"
     if experts.budget is not None:

@@ -6,25 +6,29 @@ An unknown tensor is refused: it might read the norm into which scales are folde
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from quantizers.architectures.architecture import Architecture, TensorFacts
 from quantizers.architectures.fused import FUSED_IN_SOME, fits_fp8
-from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.architectures.matrices import Matrix
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, TORCH_DTYPES, Spec
 from quantizers.formats.conversion import CONVERSIONS
-from quantizers.formats.format import SCALE, ExpertFormat
+from quantizers.formats.declared import declared_forms
+from quantizers.formats.e8m0 import DTYPES, E8M0
+from quantizers.formats.format import PACKED, SCALE, SCALES, ExpertFormat, QuantizedFormat, RowFormat, StoredMatrix
 from quantizers.formats.fp8 import (
     ROWS,
     SCALE_INV,
     Fp8,
-    declared_form,
-    declared_scale,
+    Fp8Blocks,
     stored_form,
     unreadable_scale,
 )
+from quantizers.formats.lossless import TARGETS
 from quantizers.formats.packed_integers import GROUPS
+from quantizers.formats.plain import Plain
 from quantizers.recipe.schema import Attention, Experts
 from quantizers.system.errors import ArchitectureError, CheckpointError, RecipeError
 
@@ -46,9 +50,16 @@ class _Module(NamedTuple):
     matrix: Matrix | None = None
 
 
+class _Routed(NamedTuple):
+    """What becomes of routed experts, but for those of MTP layers."""
+
+    kind: Kind
+    form: RowFormat
+
+
 def _modules(facts: Architecture, mtp: Iterable[int]) -> Iterator[_Module]:
     """Everything that a checkpoint of these facts has, layer by layer, `mtp` last, then outside the layers."""
-    shapes = {matrix: facts.expert_linears[matrix].shape for matrix in MATRICES}
+    shapes = {matrix: facts.expert_linears[matrix].shape for matrix in facts.matrices}
     for layer in (*range(facts.num_layers), *mtp):
         here = facts.of_layer(layer)
         for name, tensor in here.tensors.items():
@@ -57,7 +68,7 @@ def _modules(facts: Architecture, mtp: Iterable[int]) -> Iterator[_Module]:
         for name, shape in here.linears.items():
             yield _Module(facts.layer(layer, name), shape, layer)
         for expert in range(0 if here.dense else facts.num_experts):
-            for matrix in MATRICES:
+            for matrix in facts.matrices:
                 yield _Module(facts.expert(layer, expert, matrix), shapes[matrix], layer, None, expert, matrix)
     for name, tensor in facts.outside.items():
         yield _Module(name, tensor.shape, None, tensor)
@@ -66,27 +77,18 @@ def _modules(facts: Architecture, mtp: Iterable[int]) -> Iterator[_Module]:
 def expected_tensors(facts: Architecture, config: Mapping[str, Any], where: str) -> dict[str, Spec]:
     """Every tensor of a checkpoint as the family publishes it, for planning without the files.
 
-    Linear modules are FP8 if config.json's quantization_config says so, else bfloat16. `where` is its path.
+    Linear modules are stored as config.json's quantization_config declares, else in bfloat16. `where` is its path.
 
     Raises:
         CheckpointError: quantization_config declares a form of weights that cannot be read.
     """
-    form = declared_form(config, where) if config.get("quantization_config") else None
-    scale = declared_scale(config)
-
-    @cache
-    def linear(shape: tuple[int, ...]) -> list[tuple[str, Spec]]:
-        if not form:
-            return [("weight", Spec("BF16", shape))]
-        return [("weight", Spec(FP8, shape)), (scale, Spec(facts.scale_dtype, form.scale_shape(shape)))]
-
+    declared = declared_forms(config, where)
     tensors: dict[str, Spec] = {}
     for module in _modules(facts, facts.mtp_layers):
         if module.facts is not None:
             tensors[module.name] = Spec(module.facts.dtype, module.shape)
             continue
-        for last, spec in linear(module.shape):
-            tensors[f"{module.name}.{last}"] = spec
+        tensors |= declared.specs(module.name, module.shape, facts.scale_dtype)
     return tensors
 
 
@@ -99,12 +101,14 @@ def make_plan(
     attention: Attention = "keep",
     *,
     kv_cache: bool = False,
+    matrices: Mapping[str, StoredMatrix] = MappingProxyType({}),
 ) -> Plan:
     """The plan of a source named `where`.
 
     Args:
         tensors: the source's headers, or `expected_tensors`.
         block: rows and columns of an FP8 block, where FP8 weights have a scale per block.
+        matrices: those of the source's modules that are quantized otherwise, see `quantized_matrices`.
         attention: what becomes of linear modules that are no routed experts.
         kv_cache: whether there are scales for an FP8 cache of keys and values.
 
@@ -114,9 +118,15 @@ def make_plan(
         RecipeError: the group size does not divide the experts' matrices, the recipe asks for a fold that is not exact,
             or for a conversion that this source does not need or that servers do not take.
     """
-    scheme = experts.scheme
-    require_group(scheme, {facts.sizes[key].key: facts.sizes[key].value for key in ("hidden", "width")}, where)
-    folded = folds(facts, experts, where)
+    hidden = facts.sizes.get("latent", facts.sizes["hidden"])
+    sizes = {size.key: size.value for size in (hidden, facts.sizes["width"])}
+    if experts.convert is None:
+        require_group(experts.scheme, sizes, where)
+        routed = _Routed("quantize", experts.scheme)
+    else:
+        _require_edges(experts.convert, sizes, where)
+        routed = _Routed("convert", TARGETS[experts.convert].form)
+    folded = experts.convert is None and folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
     within = {n: t for n, t in tensors.items() if n.startswith(in_layers) and not facts.is_unread(n)}
     form = stored_form(within, block)
@@ -128,7 +138,13 @@ def make_plan(
     scaled = {facts.layer(number, name) for number, table in tables for name in table.tensors}
     for module in _modules(facts, mtp):
         if module.facts is None:
-            actions += _linear_actions(remaining, module, scheme, form, mtp, attention, where)
+            actions += _linear_actions(remaining, module, routed, (form, matrices), mtp, attention, where)
+        elif (matrix := matrices.get(module.name.removesuffix(".weight"))) is not None:
+            raise CheckpointError(
+                where,
+                f"{module.name} is stored as {matrix.form}, which is read of linear modules alone",
+                "give the model's release in which it has 16 or 32 bits",
+            )
         elif module.name in remaining or not module.facts.optional:
             integers = module.facts.dtype not in FLOATING
             dtypes: tuple[str, ...] = (module.facts.dtype,) if integers else FLOATING
@@ -136,7 +152,7 @@ def make_plan(
                 dtypes = (*FLOATING, FP8)
             spec = take(remaining, module.name, module.shape, dtypes, where)
             actions.append(_tensor_action(module, spec, facts, fold=module.layer in folding))
-    actions += _unread_actions(remaining, actions, facts, facts.num_layers, where)
+    actions += _unread_actions(remaining, actions, facts, (form, matrices), where)
     if remaining:
         more = f" (and {len(remaining) - 1} more)" if len(remaining) > 1 else ""
         reason = "it might read the folded norm" if folded else "nothing says what it is for"
@@ -148,8 +164,17 @@ def make_plan(
     last = facts.num_layers + len(facts.mtp_layers) + len(facts.table_parts)
     actions.sort(key=lambda action: last if action.layer is None else action.layer)
     _require_converted(attention, actions, where)
+    schemes: tuple[ExpertFormat, ...] = ()
+    if experts.convert is None:
+        schemes = (experts.scheme,) * facts.num_layers
+    elif not any(action.kind == "convert" and action.expert is not None for action in actions):
+        raise RecipeError(
+            f"{where}: experts.convert: {experts.convert}",
+            f"these experts are {routed.form} already",
+            "there is nothing to convert: give another format, or remove the key",
+        )
     cached = _cached(facts, where) if kv_cache else {}
-    return Plan(tuple(actions), facts.num_layers, experts, (scheme,) * facts.num_layers, attention, tuple(mtp), cached)
+    return Plan(tuple(actions), facts.num_layers, experts, schemes, attention, tuple(mtp), cached)
 
 
 def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bool) -> Action:
@@ -167,29 +192,68 @@ def _tensor_action(module: _Module, spec: Spec, facts: Architecture, *, fold: bo
 def _linear_actions(
     remaining: Remaining,
     module: _Module,
-    scheme: ExpertFormat,
-    form: Fp8,
+    of_routed: _Routed,
+    stored: tuple[Fp8, Mapping[str, StoredMatrix]],
     mtp: Collection[int],
     attention: Attention,
     where: str,
 ) -> Iterator[Action]:
-    """The actions of a linear module: of its weight, and of the scale that an FP8 one has."""
-    of, weight = (module.layer, module.expert, module.matrix), f"{module.name}.weight"
-    spec = take(remaining, weight, module.shape, (FP8, *FLOATING), where)
-    quantized = module.expert is not None and module.layer not in mtp
-    made = None if module.expert is not None else CONVERSIONS.get(attention)
-    if not (fits_fp8(module.name) if isinstance(made, Fp8) else spec.dtype == FP8):
+    """The actions of a linear module: of its numbers or codes, and of the scales and other parts beside codes."""
+    matrix, (numbers, *beside) = _take_matrix(remaining, module, *stored, where)
+    routed = module.expert is not None and module.layer not in mtp
+    made: RowFormat | None = None if module.expert is not None else CONVERSIONS.get(attention)
+    if not (fits_fp8(module.name) if isinstance(made, Fp8) else not isinstance(matrix.form, Plain)):
         made = None  # it has no such form, or has it already
-    kind: Kind = "quantize" if quantized else "convert" if made else "keep"
-    outputs = {weight: spec}
-    if quantized:
-        outputs = scheme.specs(module.name, spec.shape)
-    elif made:
-        outputs = made.specs(module.name, spec.shape)
-    yield Action(weight, spec, kind, outputs, *of)
+    kind: Kind = "convert" if made else "keep"
+    if routed and (of_routed.kind == "quantize" or of_routed.form != matrix.form):
+        kind, made = of_routed  # but an expert that has the format already is not converted to it
+    written = made or matrix.form
+    if kind == "keep" and not isinstance(written, QuantizedFormat | Plain):
+        raise CheckpointError(
+            where,
+            f"{numbers[0]} is stored as {written}, which no config group of compressed-tensors describes",
+            "give attention: bf16, or the model's release in FP8 or BF16"
+            if module.expert is None
+            else "give a checkpoint without layers that predict further tokens (MTP)",
+        )
+    place = (module.layer, module.expert, module.matrix, module.name)
+    outputs = list(written.specs(module.name, matrix.shape).items())
+    for number, (name, spec) in enumerate((numbers, *beside)):
+        first = matrix if number == 0 else None
+        if kind == "keep":
+            output, expected = outputs[number]
+            same = {spec.dtype, expected.dtype} <= {*DTYPES, "I8"}  # bytes under another dtype: see formats/e8m0.py
+            renamed = {output: Spec(expected.dtype, spec.shape) if same else spec}
+            yield Action(name, spec, "keep" if name in renamed else "rename", renamed, *place, first, written)
+        elif number == 0:
+            yield Action(name, spec, kind, written.specs(module.name, matrix.shape), *place, first, written)
+        else:
+            yield Action(name, spec, "drop", {}, *place)
+
+
+def _take_matrix(
+    remaining: Remaining, module: _Module, form: Fp8, matrices: Mapping[str, StoredMatrix], where: str
+) -> tuple[StoredMatrix, list[tuple[str, Spec]]]:
+    """A linear module's matrix, and its tensors, the numbers or codes first, which are taken out of `remaining`."""
+    matrix = matrices.get(module.name)
+    if matrix is not None:
+        return matrix, _take_parts(remaining, module, matrix, where)
+    weight = f"{module.name}.weight"
+    if weight not in remaining and f"{module.name}.{PACKED}" in remaining:
+        parts = {name.removeprefix(f"{module.name}."): spec for name, spec in remaining.items()}
+        stored = (f"{last} {spec.dtype} {list(spec.shape)}" for last, spec in parts.items() if "." not in last)
+        raise CheckpointError(
+            where,
+            f"{module.name} is packed in a form that is not read in a source: {', '.join(stored)}",
+            "give the model's release in FP8, BF16, or symmetric groups that its config.json declares",
+        )
+    spec = take(remaining, weight, module.shape, (FP8, *FLOATING), where)
+    shape = (module.shape[0], module.shape[1])
     if spec.dtype != FP8:
-        return
+        return StoredMatrix(Plain(spec.dtype), ("weight",), shape), [(weight, spec)]
     written, other = f"{module.name}.{SCALE}", f"{module.name}.{SCALE_INV}"
+    names = (f"{module.name}.{last}" for last in SCALES)
+    scale = written if form == ROWS else next((name for name in names if name in remaining), other)
     if form == ROWS and other in remaining:
         raise CheckpointError(
             where,
@@ -197,18 +261,35 @@ def _linear_actions(
             "group cannot say both",
             "give the published checkpoint",
         )
-    scale = written if form == ROWS or written in remaining else other
     if scale in remaining and (known := unreadable_scale(form, remaining[scale], spec.shape)):
         raise CheckpointError(
             where,
-            f"{scale} is a scale {known}; of FP8 only F32 or BF16 scales of rows or blocks can be read",
+            f"{scale} is a scale {known}; of FP8 only scales of rows or blocks can be read",
             "give the model's release with such scales, or in BF16",
         )
-    scale_spec = take(remaining, scale, form.scale_shape(spec.shape), ("F32", "BF16"), where)
-    if kind == "keep":
-        yield Action(scale, scale_spec, "keep" if scale == written else "rename", {written: scale_spec}, *of)
-    else:
-        yield Action(scale, scale_spec, "drop", {}, *of)
+    in_bytes = DTYPES if isinstance(form, Fp8Blocks) else ()
+    scale_spec = take(remaining, scale, form.scale_shape(spec.shape), ("F32", "BF16", *in_bytes), where)
+    if isinstance(form, Fp8Blocks) and scale_spec.dtype in DTYPES:
+        form = replace(form, scales=E8M0)
+    last = scale.rpartition(".")[2]
+    return StoredMatrix(form, ("weight", last), shape), [(weight, spec), (scale, scale_spec)]
+
+
+def _take_parts(remaining: Remaining, module: _Module, matrix: StoredMatrix, where: str) -> list[tuple[str, Spec]]:
+    """Take the tensors of a quantized matrix out of `remaining`; they must be those of its form and of this shape."""
+    if matrix.shape != module.shape:
+        raise CheckpointError(
+            where,
+            f"{module.name} is stored as {matrix.form} of shape {list(matrix.shape)}, config.json says "
+            f"{list(module.shape)}",
+            "they do not belong together, download both again",
+        )
+    taken = []
+    for last, (_, expected) in zip(matrix.parts, matrix.form.parts(matrix.shape), strict=False):
+        dtypes = FLOATING if expected.dtype in FLOATING else (expected.dtype, *(E8M0, "I8") * (expected.dtype == "U8"))
+        name = f"{module.name}.{last}"
+        taken.append((name, take(remaining, name, expected.shape, dtypes, where)))
+    return taken
 
 
 def _cached(facts: Architecture, where: str) -> dict[int, str]:
@@ -244,6 +325,19 @@ def require_group(scheme: ExpertFormat, sizes: Mapping[str, int], where: str) ->
             )
 
 
+def _require_edges(convert: str, sizes: Mapping[str, int], where: str) -> None:
+    """Raise a RecipeError unless blocks or groups of a target divide all sizes of the experts' matrices."""
+    edge = max(TARGETS[convert].edges)
+    others = [n for n, t in TARGETS.items() if not any(size % max(t.edges) for size in sizes.values())]
+    for name, size in sizes.items():
+        if size % edge:
+            raise RecipeError(
+                f"{where}: experts.convert: {convert}",
+                f"{name} {size} is not a multiple of {edge}, and servers take no such blocks",
+                f"give experts.convert: {' or '.join(others)}",
+            )
+
+
 def _require_converted(attention: Attention, actions: Sequence[Action], where: str) -> None:
     """Refuse a conversion of nothing, of what is FP8 already, or into blocks that servers do not take."""
     made = CONVERSIONS.get(attention)
@@ -252,17 +346,18 @@ def _require_converted(attention: Attention, actions: Sequence[Action], where: s
     matrices, key = [action for action in actions if action.is_other_matrix], f"{where}: attention: {attention}"
     converted = [action for action in matrices if action.kind == "convert"]
     if not converted:
-        is_fp8 = "of attention, shared experts or dense layers is FP8"
-        raise RecipeError(key, f"no matrix {'fits' if isinstance(made, Fp8) else is_fp8}", "remove the key")
+        lacking = "of attention, shared experts or dense layers is quantized"
+        raise RecipeError(key, f"no matrix {'fits' if isinstance(made, Fp8) else lacking}", "remove the key")
     if not isinstance(made, Fp8):
         return
     for action in matrices:
-        if action.spec.dtype == FP8:
-            raise RecipeError(key, f"{action.source} is FP8 already", "remove the key, or give bf16")
+        if action.stored is not None and not isinstance(action.stored.form, Plain):
+            already = "FP8" if isinstance(action.stored.form, Fp8) else str(action.stored.form)
+            raise RecipeError(key, f"{action.source} is {already} already", "remove the key, or give bf16")
     merged = {module for modules in FUSED_IN_SOME.values() for module in modules[:-1]}
     for action in converted:
-        rows, columns = action.spec.shape
-        last = action.source.removesuffix(".weight").rpartition(".")[2]
+        rows, columns = action.shape
+        last = str(action.module).rpartition(".")[2]
         for what, size, edge in (("rows", rows if last in merged else 0, 0), ("columns", columns, 1)):
             if size % made.edges[edge]:
                 raise RecipeError(
@@ -274,7 +369,11 @@ def _require_converted(attention: Attention, actions: Sequence[Action], where: s
 
 
 def _unread_actions(
-    remaining: Remaining, actions: Sequence[Action], facts: Architecture, layers: int, where: str
+    remaining: Remaining,
+    actions: Sequence[Action],
+    facts: Architecture,
+    stored: tuple[Fp8, Mapping[str, StoredMatrix]],
+    where: str,
 ) -> list[Action]:
     """The actions of the tensors that the facts call unread, none of which another action may name."""
     for name in {name for action in actions for name in (action.source, *action.outputs)} if facts.unread else ():
@@ -286,15 +385,25 @@ def _unread_actions(
             )
     unread = {name: spec.shape for name, spec in remaining.items() if facts.is_unread(name)}
     taken = {name: take(remaining, name, shape, tuple(TORCH_DTYPES), where) for name, shape in unread.items()}
-    in_fp8 = {name for name, spec in taken.items() if spec.dtype == FP8}
-    layer_of = {facts.layer(layer, ""): layer for layer in range(layers)}
+    form, matrices = stored
+    layer_of = {facts.layer(layer, ""): layer for layer in range(facts.num_layers)}
     unread_actions = []
     for name, spec in taken.items():
-        module, _, suffix = name.rpartition(".")
-        renamed = suffix == SCALE_INV and f"{module}.weight" in in_fp8
+        module, _, last = name.rpartition(".")
         layer = next((number for prefix, number in layer_of.items() if name.startswith(prefix)), None)
-        outputs = {f"{module}.{SCALE}" if renamed else name: spec}
-        unread_actions.append(Action(name, spec, "rename" if renamed else "carry", outputs, layer))
+        weight, matrix = taken.get(f"{module}.weight"), matrices.get(module)
+        if matrix is not None:
+            written = matrix.form if last == matrix.parts[0] else None
+            beside = last in matrix.parts[1:]
+            served = dict(zip(matrix.parts, (part for part, _ in matrix.form.parts(matrix.shape)), strict=False))
+        else:
+            written = form if spec.dtype == FP8 else None
+            beside = last in SCALES and weight is not None and weight.dtype == FP8
+            served = dict.fromkeys(SCALES, SCALE) if beside else {}
+        output = f"{module}.{served.get(last, last)}" if module else name
+        kind: Kind = "carry" if output == name else "rename"
+        of = module if beside else None
+        unread_actions.append(Action(name, spec, kind, {output: spec}, layer, module=of, written=written))
     return unread_actions
 
 
@@ -331,12 +440,19 @@ def folds(facts: Architecture, experts: Experts, where: str) -> bool:
         RecipeError: they demand it, but the norm has readers that cannot follow; or the engine cannot compute the
             experts.
     """
-    if experts.engine == "llmcompressor" and any(kind.own_gate for kind in facts.kinds):
-        raise RecipeError(
-            f"{where}: experts.engine",
-            "llm-compressor does not know the gate that these experts have of their own",
-            "take gram",
-        )
+    if experts.engine == "llmcompressor":
+        if any(kind.own_gate for kind in facts.kinds):
+            problem = "llm-compressor does not know the gate that these experts have of their own"
+            raise RecipeError(f"{where}: experts.engine", problem, "take gram")
+        own = {
+            "have no gate": "gate" not in facts.expert_linears,
+            "are held transposed": facts.modules.transposed,
+            "return what they read, some of them": facts.identities > 0,
+        }
+        if any(own.values()):
+            what = next(words for words, holds in own.items() if holds)
+            problem = f"these experts {what}, which is not tried with llm-compressor"
+            raise RecipeError(f"{where}: experts.engine", problem, "take gram")
     if not experts.awq or experts.awq.fold is False:
         return False
     against = obstacle(facts, experts.engine)

@@ -126,30 +126,33 @@ class _Phases:
         hidden, width = facts.hidden_size, facts.expert_width
         numbers, rows = range(plan.layers), tokens_per_chunk(accelerator)
         self.itemsize = itemsize = 2 if accelerator else FLOAT
-        self.size = experts_per_batch(accelerator, hidden, width)
+        self.size = experts_per_batch(accelerator, facts.expert_inputs, width)
         self.batches = len(expert_batches(experts, self.size))
         self.layer = max(sum(a.spec.bytes for a in plan.of_layer(n)) for n in numbers) if accelerator else 0
         self.forward = max(_layer_bytes(plan, number, itemsize) for number in numbers)
-        self._rest = max(self.forward - itemsize * 3 * experts * width * hidden, 0)  # of the layer without its experts
+        self._rest = max(
+            self.forward - itemsize * experts * facts.expert_numbers, 0
+        )  # of the layer without its experts
         self._written = max(sum(spec.bytes for spec in plan.shard(n).values()) for n in numbers)
-        self._codes = 3 * experts * width * hidden
+        self._codes = experts * facts.expert_numbers
         # What is made of linear modules that are no experts, and temporaries for one of them.
         made = [[a for a in plan.of_layer(number) if a.kind == "convert"] for number in numbers]
         self._linears = max(sum(spec.bytes for a in layer for spec in a.outputs.values()) for layer in made)
-        largest = max((math.prod(a.spec.shape) for layer in made for a in layer), default=0)
+        largest = max((math.prod(a.shape) for layer in made for a in layer), default=0)
         self._converting = self._linears + CONVERTING * largest
-        attention_rows = max(
-            sum(a.spec.shape[0] for a in plan.of_layer(number) if a.is_other_matrix) for number in numbers
-        )
+        attention_rows = max(sum(a.shape[0] for a in plan.of_layer(number) if a.is_other_matrix) for number in numbers)
         attention = max(longest, rows) * itemsize * 4 * (hidden + attention_rows)
         # For each routed copy of a token: x, gate and up, their activations and h; or x and the output, and twice the
         # output in float32 times its routing weight. (A CPU computes expert after expert.)
         copies = max(hidden + 4 * width, 2 * hidden + 2 * hidden * FLOAT // itemsize)
+        read = facts.expert_inputs
         routed = rows * itemsize * (chosen * (copies if accelerator else 2 * hidden + 3 * width) + 8 * hidden)
-        self._activations = max(attention, routed)
+        # What experts read, and what they return, where each gets a block of all tokens: and their sums.
+        blocks = 4 * experts * max(longest, 1) * itemsize * hidden if facts.modules.weighs_inputs else 0
+        self._activations = max(attention, routed, blocks)
         # The Hessian of all rows and a temporary, one token chunk and one being copied, and the routing.
-        self._inputs = 2 * FLOAT * hidden**2 + 2 * rows * hidden * itemsize + 8 * chosen * tokens
-        self.routed = self.size * FLOAT * hidden**2
+        self._inputs = 2 * FLOAT * read**2 + 2 * rows * read * itemsize + 8 * chosen * tokens
+        self.routed = self.size * FLOAT * read**2
         self.one_batch = self.size * expert_bytes(facts, rows, itemsize)
 
     def solve(self, resident: int) -> int:
@@ -164,7 +167,7 @@ class _Phases:
 
 def _layer_bytes(plan: Plan, number: int, itemsize: int) -> int:
     weights = (action for action in plan.of_layer(number) if action.is_weight)
-    return sum(math.prod(a.spec.shape) * (FLOAT if a.kind == "compensate" else itemsize) for a in weights)
+    return sum(math.prod(a.shape) * (FLOAT if a.kind == "compensate" else itemsize) for a in weights)
 
 
 def placement(
@@ -249,7 +252,7 @@ class Placement:
 
 def recorded_bytes(facts: Architecture, tokens: int, itemsize: int) -> int:
     """Captured MoE inputs of the calibration set, see `model.moe_inputs.MoeInputStore`."""
-    return tokens * (itemsize * facts.hidden_size + 8 * facts.top_k + 1)
+    return tokens * (itemsize * facts.expert_inputs + 8 * facts.top_k + 1)
 
 
 def calibration_bytes(facts: Architecture, tokens: int, itemsize: int) -> int:

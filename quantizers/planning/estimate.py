@@ -26,6 +26,8 @@ HOST = 1 << 30  # bytes of host memory for the program and its libraries
 USABLE = 0.9  # share of a GPU's memory that a run uses
 DISK = 1e9  # bytes a second read from or written to files, unless the user says otherwise
 PADDED = 1.7  # routed rows of an expert batch, padded to its busiest expert, to those that are routed
+CONVERTED_AT_ONCE = 2 * 8 * 4  # bytes for a weight of gate and up, which are in memory as eight float32 arrays each
+MOVED_TO_CONVERT = 200  # bytes of memory read and written for a weight that is converted, compared and packed
 MOVED_PER_ROW, MOVED_PER_WEIGHT = 36, 500  # bytes of device memory
 
 
@@ -85,6 +87,8 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
             save no time.
         disk: bytes a second that each machine reads from or writes to files.
     """
+    if job.recipe.experts.convert is not None:
+        return _estimate_conversion(job, output_bytes, processes, disk)
     (lengths, drawn), texts = calibration_lengths(job), evaluation_lengths(job)
     tokens, plan = None if lengths is None else sum(lengths), job.plan
     layer_source = max(sum(action.spec.bytes for action in plan.of_layer(n)) for n in range(plan.layers))
@@ -125,6 +129,43 @@ def estimate_run(job: Job, output_bytes: int, processes: int = 1, disk: float = 
     )
 
 
+def _estimate_conversion(job: Job, output_bytes: int, processes: int, disk: float) -> Estimate:
+    """The needs of a run that converts, which reads no texts and works in one process, whatever was asked for."""
+    plan = job.plan
+    converted = [action for action in plan.actions if action.kind == "convert"]
+    source = sum(action.spec.bytes for action in plan.actions)
+    weights = sum(math.prod(action.shape) for action in converted)
+    layer = max(sum(action.spec.bytes for action in plan.of_layer(part)) for part in plan.parts)
+    written = max(sum(spec.bytes for spec in plan.shard(part).values()) for part in plan.parts)
+    matrices = CONVERTED_AT_ONCE * max(math.prod(action.shape) for action in converted)
+    whole = Work(moved=float(MOVED_TO_CONVERT * weights), files=float(source + output_bytes))
+    again = Work(files=float(output_bytes))
+    seconds = {}
+    for rates in (rates_of_cpu(), *rates_of_gpus()):
+        layers, verification = (work.seconds(rates, 1, disk) for work in (whole, again))
+        seconds[rates.name] = {"layers": layers, "verification": verification, "all": layers + verification}
+    assumptions = [
+        "a conversion reads no texts, and works in one process",
+        "time: reading, converting, comparing every value and writing, and one last reading of the shards",
+        f"files: {disk / 1e9:g} GB/s read or written, beside the computing",
+    ]
+    memory = dict.fromkeys(ITEMSIZES, (matrices, matrices))
+    return Estimate(
+        tokens=0,
+        held_out=0,
+        source=source,
+        output=output_bytes,
+        states=dict.fromkeys(ITEMSIZES, 0),
+        host=2 * layer + written + matrices + HOST,
+        memory=memory,
+        seconds=seconds,
+        processes=processes,
+        several=seconds if processes > 1 else None,
+        measuring=None,
+        assumptions=assumptions,
+    )
+
+
 @dataclass(frozen=True)
 class Way:
     """A way to bring the source to a run, and the output to the Hub: bytes on the disk and over the network."""
@@ -161,29 +202,30 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
     facts = job.facts
     settings = job.plan.experts
     layer = job.plan.of_layer(number)
-    hidden, width = float(facts.hidden_size), float(facts.expert_width)
+    hidden, width = float(facts.expert_inputs), float(facts.expert_width)
+    readers = float(len(facts.matrices) - 1)  # of an expert's input: gate and up
     experts, chosen = float(facts.num_experts), float(facts.top_k)
     models = _models(job)
     tokens, passes = sum(lengths), sum(lengths) + models * sum(texts)
     passthrough = [action for action in layer if action.is_other_matrix]
-    numbers = sum(math.prod(action.spec.shape) for action in passthrough)
-    outputs = (a.spec.shape[1] for a in passthrough if "attn" in a.source and a.spec.shape[0] == facts.hidden_size)
+    numbers = sum(math.prod(action.shape) for action in passthrough)
+    outputs = (a.shape[1] for a in passthrough if "attn" in a.source and a.shape[0] == facts.hidden_size)
     pairs = sum(n * n for n in lengths) + models * sum(n * n for n in texts)
     products = 2.0 * passes * numbers + 2.0 * max(outputs, default=0) * pairs  # with attention
     files = float(sum(a.spec.bytes for a in layer) + sum(spec.bytes for spec in job.plan.shard(number).values()))
     if number in facts.dense:
         return Work(products, files=files)
-    products += 4 * tokens * experts * hidden * width  # every expert sees every token
+    products += 2 * readers * tokens * experts * hidden * width  # every expert sees every token
     products += tokens * (experts * width**2 + (chosen + 1) * hidden**2)  # Hessians
-    products += 6 * chosen * passes * hidden * width  # routed passes
+    products += 2 * (readers + 1) * chosen * passes * hidden * width  # routed passes
     square = hidden**2 * width + hidden * width**2
     search = settings.awq.grid * experts * square / 4 if settings.awq else 0.0
     rounding = factorization = 0.0
     if settings.rounding == "gptq":
-        products += PADDED * chosen * tokens * (4 * hidden * width + 2 * width**2)  # correction of w2
-        rounding = 6 * experts * (square + hidden**2 * width)
+        products += PADDED * chosen * tokens * (2 * readers * hidden * width + 2 * width**2)  # correction of w2
+        rounding = 6 * experts * (square + (readers - 1) * hidden**2 * width)
         factorization = 4 / 3 * experts * (hidden**3 + width**3)
-    moved = MOVED_PER_ROW * tokens * experts * width + MOVED_PER_WEIGHT * 3 * experts * hidden * width
+    moved = MOVED_PER_ROW * tokens * experts * width + MOVED_PER_WEIGHT * (readers + 1) * experts * hidden * width
     return Work(products, search + rounding, factorization, moved, files)
 
 

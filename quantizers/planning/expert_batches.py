@@ -68,5 +68,5 @@ def tokens_per_chunk(accelerator: bool) -> int:
 
 def batch_sizes(accelerator: bool, facts: Architecture) -> dict[str, int]:
     """Both sizes, for the fingerprint of a run."""
-    experts = experts_per_batch(accelerator, facts.hidden_size, facts.expert_width)
+    experts = experts_per_batch(accelerator, facts.expert_inputs, facts.expert_width)
     return {"experts": experts, "rows": tokens_per_chunk(accelerator)}

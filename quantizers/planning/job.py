@@ -22,9 +22,10 @@ from quantizers.checkpoint.reader import (
     read_json,
 )
 from quantizers.checkpoint.safetensors_header import Spec, printed
-from quantizers.formats.fp8 import Fp8, declared_block
+from quantizers.formats.fp8 import declared_block
+from quantizers.formats.stored_matrices import architecture_of, quantized_matrices
 from quantizers.formats.tensor_names import split_fused, split_fused_experts
-from quantizers.formats.unsupported import refuse_unquantizable
+from quantizers.formats.unsupported import ACCEPT, ALREADY, FEW_BITS, refuse_unquantizable
 from quantizers.recipe.read import (
     Change,
     facts_location,
@@ -57,7 +58,6 @@ class Job:
     plan: Plan
     source: Checkpoint | None  # the Hub may have its shards; None if the plan was made without headers
     basis: str  # what the plan was made from, as text for users
-    fp8: Fp8 | None  # the form of the FP8 weights that pass through; None if none do
     allocation: Allocation | None = None  # of a recipe with a budget; the plan uses the best uniform scheme until then
     location: str = ""  # where the source is: a folder, or a Hub id
     facts_file: Path | None = None  # the user's file that `facts` was read from; None for built-in facts
@@ -114,7 +114,7 @@ def prepare(
     location = source_location(recipe, path) if source_folder is None else given_folder(source_folder)
     facts_file = facts_file or facts_location(recipe, path)
     source: Checkpoint | None = None
-    offline = _without_headers(location, recipe.source.revision, hub, facts_file) if offline_facts else None
+    offline = _without_headers(location, recipe, hub, facts_file) if offline_facts else None
     if isinstance(offline, tuple):
         config, where = offline
         basis = config_name = where
@@ -136,22 +136,43 @@ def prepare(
         basis = f"the headers of {where}"
         if headers:
             basis = f"the headers of {location} on the Hub, commit {source.revision}"
-    expected = None if source or facts_file or config.get("model_type") in known() else _of_class(config, config_name)
-    facts = architecture_for(config, config_name, facts_file, source.tensors if source else expected)
-    block = declared_block(config, config_name)
     if source:
+        facts = architecture_of(source, facts_file)
         source = split_fused_experts(source, facts)
         tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
     else:
-        tensors = split_fused(expected or expected_tensors(facts, config, where), facts, where)
-    plan = make_plan(facts, tensors, recipe.experts, where, block, recipe.attention, kv_cache=recipe.kv_cache == "fp8")
+        of_class = None if facts_file or config.get("model_type") in known() else _of_class(config, config_name)
+        facts = architecture_for(config, config_name, facts_file, of_class)
+        tensors = split_fused(of_class or expected_tensors(facts, config, where), facts, where)
+    plan = make_plan(
+        facts,
+        tensors,
+        recipe.experts,
+        where,
+        declared_block(config, config_name),
+        recipe.attention,
+        kv_cache=recipe.kv_cache == "fp8",
+        matrices=quantized_matrices(source.tensors if source else tensors, config, where),
+    )
+    _refuse_few_bits(plan, recipe, where)
     choices = None
     if recipe.experts.by_budget:
         key = "budget" if recipe.experts.budget is not None else "bits_per_weight"
         choices = allocation(plan, facts, recipe.experts, given_at(("experts", key), path, changes))
         plan = plan.with_schemes(choices.best_uniform())
-    fp8 = plan.fp8_form(block)
-    return Job(recipe, path, facts, config, plan, source, basis, fp8, choices, location, facts_file)
+    return Job(recipe, path, facts, config, plan, source, basis, choices, location, facts_file)
+
+
+def _accepted(recipe: Recipe) -> bool:
+    """Whether experts may have 4 bits or fewer in the source."""
+    return recipe.source.accept_quantized or recipe.experts.convert is not None
+
+
+def _refuse_few_bits(plan: Plan, recipe: Recipe, where: str) -> None:
+    """Refuse a source whose experts have 4 bits or fewer, unless the recipe accepts it."""
+    few = [form for form in plan.source_experts if form.weight_bits <= FEW_BITS]
+    if few and not _accepted(recipe):
+        raise CheckpointError(where, f"its experts are stored as {few[0]}: {ALREADY}", ACCEPT)
 
 
 def _of_class(config: dict[str, Any], where: str) -> dict[str, Spec]:
@@ -195,12 +216,15 @@ def _open_source(
     if not (folder / CONFIG).is_file():
         raise CheckpointError(location if remote else folder, "has no config.json", "give a checkpoint folder")
     # Before the shards, whose dtypes may be unknown here.
-    refuse_unquantizable(read_config(folder), f"{location}: {CONFIG}" if remote else str(folder / CONFIG))
+    where = f"{location}: {CONFIG}" if remote else str(folder / CONFIG)
+    refuse_unquantizable(read_config(folder), where, accepted=_accepted(recipe))
     return open_folder(folder, recipe.source.model, revision, remote=remote)
 
 
 def sets_of(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     """The names of a recipe's sets, with the sources that are left out of each."""
+    if recipe.calibration is None:
+        return {}
     perplexity = recipe.verify and recipe.verify.perplexity
     return {recipe.calibration_set: recipe.calibration_without} | ({perplexity.data: ()} if perplexity else {})
 
@@ -222,7 +246,7 @@ def given_folder(folder: Path) -> str:
 
 
 def _without_headers(
-    location: str, revision: str, hub: bool, facts_file: Path | None
+    location: str, recipe: Recipe, hub: bool, facts_file: Path | None
 ) -> tuple[dict[str, Any], str] | Literal["headers"] | None:
     """config.json and basis of a source whose headers are not on this machine, or that the Hub is to be asked for them.
 
@@ -232,16 +256,17 @@ def _without_headers(
     folder = Path(location)
     config_file = folder / CONFIG
     if config_file.is_file() and not any(folder.glob("*.safetensors")):
-        config = read_json(config_file)
-        refuse_unquantizable(config, str(config_file))
+        config = read_config(folder)
+        refuse_unquantizable(config, str(config_file), accepted=_accepted(recipe))
         return config, f"{config_file} alone, without shards"
-    if folder.is_dir() or (cached_folder(location, revision) is not None and not hub):
+    if folder.is_dir() or (cached_folder(location, recipe.source.revision) is not None and not hub):
         return None
     built_in = None if hub or facts_file is not None else published_config(location)
     if built_in is not None and built_in.get("model_type") in known():
         return built_in, f"the built-in architecture spec of {location} (its files are not on this machine)"
     if built_in is not None:
-        return built_in, f"config.json of {location} as kept here, and its class: what this does not load is not counted"
+        counted = "what this does not load is not counted"
+        return built_in, f"config.json of {location} as kept here, and its class; {counted}"
     is_hub_id = not location.startswith((".", "/", "~")) and location.count("/") == 1
     return HEADERS if is_hub_id else None  # `locate` reports what is neither
 

@@ -3,10 +3,11 @@
     keep        the source's bytes under the source's name
     rename      the source's bytes under another name (the FP8 scale of a block, as compressed-tensors calls it)
     quantize    an expert's matrix: written in the format that the recipe names
-    drop        the FP8 scale of a matrix that is quantized or dequantized, not written
+    drop        a scale, or another small part, of a matrix that is quantized or converted, not written
     fold        the norm that AWQ divides by its scales
     compensate  the router that reads this norm, multiplied by the scales
-    convert     a linear module that is no routed expert's, dequantized or made FP8 as the recipe's `attention` says
+    convert     a linear module that is no routed expert's, dequantized or made FP8 as the recipe's `attention` says;
+                or an expert's, in the format that `experts.convert` says
     carry       the source's bytes under the source's name, of a tensor that the facts call unread: never opened
                 (but an FP8 scale among them is renamed)
 
@@ -26,15 +27,13 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import Matrix
-from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, FP8, Spec
-from quantizers.formats.conversion import CONVERSIONS
-from quantizers.formats.format import SCALE, ExpertFormat
-from quantizers.formats.fp8 import ROWS, SCALE_INV, Fp8, Fp8Blocks, is_per_row
+from quantizers.checkpoint.safetensors_header import DTYPE_BYTES, Spec
+from quantizers.formats.format import ExpertFormat, QuantizedFormat, RowFormat, StoredMatrix
+from quantizers.formats.lossless import TARGETS
 from quantizers.recipe.schema import Attention, Experts
 
 Kind = Literal["keep", "rename", "quantize", "drop", "fold", "compensate", "convert", "carry"]
@@ -57,12 +56,20 @@ class Action:
     layer: int | None = None  # None for a tensor outside the layers
     expert: int | None = None  # this and the next: for quantize and drop, and of the experts of MTP layers
     matrix: Matrix | None = None
+    module: str | None = None  # the linear module that the tensor is a part of
+    stored: StoredMatrix | None = None  # of the tensor with a module's numbers or codes: its matrix in the source
+    written: RowFormat | None = None  # and the format in which the output has it
     table: bool = False  # whether it is of a table whose rows are looked up in the files
 
     @property
     def is_scale(self) -> bool:
-        """Whether it is the scale of an FP8 weight."""
-        return self.source.endswith((f".{SCALE_INV}", f".{SCALE}"))
+        """Whether it is a small part of a module's matrix: its scale or its shape."""
+        return self.module is not None and self.stored is None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the numbers that the tensor stands for: of a matrix's codes (R, C), however these are packed."""
+        return self.spec.shape if self.stored is None else self.stored.shape
 
     @property
     def is_weight(self) -> bool:
@@ -72,12 +79,17 @@ class Action:
     @property
     def is_other_matrix(self) -> bool:
         """Whether it is a weight (rows, columns) of anything but a routed expert."""
-        return self.is_weight and self.expert is None and len(self.spec.shape) == 2 and not self.table
+        return self.is_weight and self.expert is None and len(self.shape) == 2 and not self.table
 
     @property
-    def in_fp8(self) -> bool:
-        """Whether its numbers are FP8 in the output."""
-        return any(spec.dtype == FP8 for spec in self.outputs.values())
+    def is_made(self) -> bool:
+        """Whether it is an expert's matrix that is quantized or converted."""
+        return self.kind == "quantize" or (self.kind == "convert" and self.expert is not None)
+
+    @property
+    def quantized(self) -> QuantizedFormat | None:
+        """The format of its codes in the output; None for plain numbers, and what belongs to no module."""
+        return self.written if isinstance(self.written, QuantizedFormat) else None
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,7 @@ class Plan:
     actions: tuple[Action, ...]
     layers: int  # number of decoder layers, without those that predict further tokens
     experts: Experts  # the recipe's settings; use `schemes` instead of its bits and group size
-    schemes: tuple[ExpertFormat, ...]  # of each layer's experts
+    schemes: tuple[ExpertFormat, ...]  # of each layer's experts; none if they are converted
     attention: Attention = "keep"  # what becomes of the other linear modules
     mtp: tuple[int, ...] = ()  # the numbers of the layers that predict further tokens, as far as the source has them
     cached: Mapping[int, str] = field(default_factory=dict)  # attention modules that get scales for an FP8 cache
@@ -107,10 +119,13 @@ class Plan:
         """Parts that are never run: all but the decoder layers."""
         return self.parts[self.layers :]
 
-    @property
-    def quantized_layers(self) -> list[int]:
-        """The layers whose experts are quantized."""
-        return sorted({a.layer for a in self.actions if a.kind == "quantize" and a.layer is not None})
+    @cached_property
+    def expert_forms(self) -> Mapping[int, RowFormat]:
+        """The formats of the layers whose experts are quantized or converted."""
+        layers = sorted({a.layer for a in self.actions if a.is_made and a.layer is not None})
+        if self.experts.convert is not None:
+            return dict.fromkeys(layers, TARGETS[self.experts.convert].form)
+        return {layer: self.schemes[layer] for layer in layers}
 
     def settings(self, layer: int) -> Experts:
         """The recipe's settings with this layer's bits and group size."""
@@ -151,29 +166,26 @@ class Plan:
             by_layer[action.layer].append(action)
         return by_layer
 
-    def fp8_form(self, block: tuple[int, int]) -> Fp8 | None:
-        """The format of the output's FP8 weights, `block` the size of blocks that pass through; None without any.
+    @cached_property
+    def linear_forms(self) -> list[QuantizedFormat]:
+        """The quantized formats in which the output has linear modules other than experts, each once."""
+        return list(dict.fromkeys(a.quantized for a in self.actions if a.is_other_matrix and a.quantized))
 
-        The experts of MTP layers count only if there are no others.
-        """
-        made = CONVERSIONS.get(self.attention)
-        if isinstance(made, Fp8) and any(action.kind == "convert" for action in self.actions):
-            return made
-        scales = ((w, s) for w, s in pairwise(self.actions) if s.is_scale and not s.table)
-        kept = [(w, s) for w, s in scales if s.kind in ("keep", "rename")]
-        if any(is_per_row(weight.spec.shape, scale.spec.shape, block) for weight, scale in kept):
-            return ROWS
-        return Fp8Blocks(*block) if kept else None
+    @cached_property
+    def mtp_form(self) -> QuantizedFormat | None:
+        """The quantized format of the experts of layers that predict further tokens, which is the source's."""
+        experts = (a for a in self.actions if a.expert is not None and a.layer in self.mtp)
+        return next((action.quantized for action in experts if action.quantized), None)
 
     @property
-    def linears_in_fp8(self) -> bool:
-        """Whether linear modules of the output other than experts are FP8."""
-        return any(action.in_fp8 for action in self.actions if action.is_other_matrix)
+    def kept_forms(self) -> list[QuantizedFormat]:
+        """The quantized formats of all that is no routed expert of a decoder layer, each once."""
+        return list(dict.fromkeys([*self.linear_forms, *filter(None, [self.mtp_form])]))
 
-    @property
-    def mtp_in_fp8(self) -> bool:
-        """Whether the experts of layers that predict further tokens are FP8, as they are in an FP8 source."""
-        return any(a.is_scale and a.expert is not None and a.layer in self.mtp for a in self.actions)
+    @cached_property
+    def source_experts(self) -> list[RowFormat]:
+        """The formats in which the source has the routed experts, each once."""
+        return list(dict.fromkeys(a.stored.form for a in self.actions if a.is_made and a.stored))
 
     def unread(self, layer: int | None) -> set[str]:
         """The names of the tensors in one output shard that are never opened."""
@@ -210,7 +222,9 @@ def stored_as(action: Action, scheme: ExpertFormat) -> Action:
     """A quantize action with another scheme; any other action unchanged."""
     if action.kind != "quantize":
         return action
-    return replace(action, outputs=scheme.specs(action.source.removesuffix(".weight"), action.spec.shape))
+    assert action.module is not None
+    assert action.stored is not None
+    return replace(action, outputs=scheme.specs(action.module, action.stored.shape), written=scheme)
 
 
 def file_size(tensors: Mapping[str, Spec]) -> int:
@@ -293,6 +307,7 @@ def summary(plan: Plan, facts: Architecture) -> dict[str, object]:
     shards = {file: file_size(tensors) for file, tensors in plan.shards().items()}
     source = {layer: sum(action.spec.bytes for action in plan.of_layer(layer)) for layer in plan.parts}
     index = len(index_json(plan).encode())
+    experts = [action for action in plan.actions if action.is_made]
     only_if_given: dict[str, object] = {} if plan.attention == "keep" else {"attention": plan.attention}
     if plan.cached:
         only_if_given["kv_cache"] = sorted(plan.cached)
@@ -302,15 +317,16 @@ def summary(plan: Plan, facts: Architecture) -> dict[str, object]:
         "layers": facts.num_layers,
         "dense_layers": sorted(facts.dense),
         "experts_per_layer": facts.num_experts,
-        "quantized_matrices": table["quantize"]["tensors"],
+        "quantized_matrices": len(experts),
         "kept_attention_tensors": sum(".self_attn." in a.source for a in plan.actions if a.kind in PASSTHROUGH),
         "actions": table,
         "kinds": by_kind,
         "source_bytes": sum(source.values()),
-        "expert_bytes": table["quantize"]["bytes_after"],
+        "expert_bytes": sum(spec.bytes for action in experts for spec in action.outputs.values()),
         "output_bytes": sum(shards.values()) + index,
         "index_bytes": index,
         "shards": shards,
         "layer_source_bytes": max(source[layer] for layer in range(plan.layers)),
+        **({"kept_forms": list(map(str, plan.kept_forms))} if plan.kept_forms else {}),
         **only_if_given,
     }

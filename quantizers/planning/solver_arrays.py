@@ -38,22 +38,29 @@ ROUNDING = Arrays(squares=3, matrices=4, panels=5)
 
 def expert_bytes(facts: Architecture, rows: int, itemsize: int) -> int:
     """Bytes of one expert while its batch is solved in chunks of `rows` tokens, without its routed Hessian."""
-    hidden = facts.hidden_size
+    hidden = facts.expert_inputs
     width = facts.expert_width
     chosen = facts.top_k
+    readers = len(facts.matrices) - 1  # of an expert's input: gate and up
     square, narrow = FLOAT * hidden**2, FLOAT * width**2  # the Hessians of x and of h
-    gate_up, down = FLOAT * 2 * width * hidden, FLOAT * width * hidden
-    stored = itemsize * 3 * width * hidden  # the weights as they are served
+    gate_up, down = FLOAT * readers * width * hidden, FLOAT * width * hidden
+    stored = itemsize * (readers + 1) * width * hidden  # the weights as they are served
     small = rows * (9 * chosen + 40)  # routing weights and row indices
     # Routed rows: all that are gathered at a time may be one expert's.
     routed = min(rows, ROUTED_ROWS)
     inputs = routed * itemsize * 2 * hidden + square // 4 + small
     # The weights in float32, rounded and as served; gate, up and h of a token chunk, and of its routed rows.
-    batch = itemsize * max(4 * width * rows, 3 * width * rows + (2 * hidden + 3 * width) * routed) + small
+    batch = (
+        itemsize
+        * max(2 * readers * width * rows, (readers + 1) * width * rows + (2 * hidden + (readers + 1) * width) * routed)
+        + small
+    )
     serving = stored + 3 * gate_up + down + 2 * narrow + batch
     # The weights in float32 and as served, and one matrix being rounded.
     weights = stored + 2 * (gate_up + down) + narrow
     rounding = max(
-        arrays.bytes(*shape) for arrays in (FACTORIZING, ROUNDING) for shape in ((2 * width, hidden), (hidden, width))
+        arrays.bytes(*shape)
+        for arrays in (FACTORIZING, ROUNDING)
+        for shape in ((readers * width, hidden), (hidden, width))
     )
     return max(inputs, serving, weights + rounding)

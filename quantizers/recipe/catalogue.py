@@ -63,7 +63,7 @@ class Chosen:
     asks: str = ""
 
 
-def new_recipe(model: str, chosen: Chosen = Chosen()) -> str:
+def new_recipe(model: str, chosen: Chosen = Chosen(), *, accept_quantized: bool = False) -> str:
     """A commented recipe for a model on the Hub, or for a checkpoint folder; the Hub is not asked whether it has it.
 
     Raises InputError if `model` is neither a folder nor a Hub id.
@@ -72,13 +72,18 @@ def new_recipe(model: str, chosen: Chosen = Chosen()) -> str:
         hint = did_you_mean(model, published_models())
         raise InputError(model, f"neither a checkpoint folder nor a Hub id (owner/name){hint}", "correct it")
     source = str(Path(model).resolve()) if Path(model).is_dir() else model
+    accepted = ""
+    if accept_quantized:
+        accepted = (
+            "  accept_quantized: true               # of experts with 4 bits or fewer: distances are from these\n"
+        )
     return f"""\
 # {source}: as published, but for the routed experts, which become integers.
 {chosen.about}source:
   model: {source}
   revision: main                       # a branch, tag or commit
   trust_remote_code: false             # tokenizer: may run code of its own; nothing else from the checkpoint ever does
-calibration: software-engineer         # a shipped set, or a path relative to this file
+{accepted}calibration: software-engineer         # a shipped set, or a path relative to this file
 # calibration: {{set: software-engineer, tokens: 131072}}   # a subsample, drawn evenly over its categories
 experts:
 {chosen.experts}  engine: gram                         # gram | llmcompressor: the library's own AWQ, as a reference

@@ -130,9 +130,10 @@ def _with_copies(recipe: Recipe, path: Path, published: Callable[[str], str]) ->
     """The recipe with the published names of its source, of the copied sets, and of the sources that it leaves out."""
     names = {"model": source_name(recipe.source.model, path.parent), "facts": recipe.source.facts and FACTS}
     source = recipe.source.model_copy(update=names)
-    without = tuple(map(published, recipe.calibration_without))
-    copied = Calibration(set=CALIBRATION, tokens=recipe.calibration_tokens, without=without)
-    changes: dict[str, Any] = {"source": source, "calibration": copied}
+    changes: dict[str, Any] = {"source": source}
+    if recipe.calibration is not None:
+        without = tuple(map(published, recipe.calibration_without))
+        changes["calibration"] = Calibration(set=CALIBRATION, tokens=recipe.calibration_tokens, without=without)
     if recipe.verify and recipe.verify.perplexity:
         perplexity = recipe.verify.perplexity.model_copy(update={"data": HELD_OUT})
         changes["verify"] = recipe.verify.model_copy(update={"perplexity": perplexity})
@@ -158,7 +159,8 @@ def _copies(
     `published_name` gives that of a local source's file, from the name of its set's copy and the set's folder.
     """
     perplexity, texts = recipe.verify.perplexity if recipe.verify else None, dict[str, str]()
-    for target, set_name in ((CALIBRATION, recipe.calibration_set), (HELD_OUT, perplexity and perplexity.data)):
+    calibration = None if recipe.calibration is None else recipe.calibration_set
+    for target, set_name in ((CALIBRATION, calibration), (HELD_OUT, perplexity and perplexity.data)):
         if set_name:
             file = set_location(set_name, path)
             texts |= _copied_set(file, target, partial(published_name, target, file.parent), given.get(target))

@@ -13,10 +13,11 @@ from pydantic import (
     field_validator,
     model_serializer,
 )
+from pydantic_core import PydanticCustomError
 
 from quantizers.formats.format import INTEGERS, ExpertFormat, expert_formats, format_of, names_with
 from quantizers.hooks import hook
-from quantizers.system.errors import InputError
+from quantizers.system.errors import InputError, RecipeError
 from quantizers.system.formatting import parse_bytes
 from quantizers.system.schema import Strict, Wrong
 
@@ -37,6 +38,9 @@ def counted(schemes: Iterable[ExpertFormat]) -> str:
 # formats/conversion.py.
 Attention = Literal["keep", "bf16", "fp8", "fp8-block"]
 
+# What experts can be converted to without changing a value, see formats/lossless.py.
+Convert = Literal["bf16", "fp8-block", "mxfp4", "nvfp4"]
+
 # An optional key that is part of the settings, and of their hash, only if a recipe gives it.
 ONLY_IF_GIVEN = Field(exclude_if=lambda value: value is None)
 
@@ -53,6 +57,9 @@ class Source(Strict):
     facts: Annotated[Annotated[str, Field(min_length=1)] | None, ONLY_IF_GIVEN] = None
     """A file with your own architecture spec for the model's family, relative to the recipe. Default: the built-in
     spec."""
+    accept_quantized: Annotated[bool, Field(exclude_if=lambda value: not value)] = False
+    """Whether experts that have 4 bits or fewer in the source may be quantized once more. What is measured is then the
+    distance from these, not from what they were made of."""
 
     @property
     def trusts_tokenizer(self) -> bool:
@@ -100,7 +107,11 @@ class Awq(Strict):
 class Experts(Strict):
     """Quantization of the routed experts' matrices. Everything else keeps its bytes."""
 
-    # These five come first, so that the validators of the keys that they exclude can see them.
+    # These six come first, so that the validators of the keys that they exclude can see them.
+    convert: Annotated[Convert | None, ONLY_IF_GIVEN] = None
+    """Instead of all other keys: the same numbers in another format, for other kernels. Nothing is rounded: a value
+    that the format does not hold ends the run, and a proof that all values are equal is in the report. Without
+    `calibration`, `kv_cache` and `verify`. See [convert](../how-to/convert.md)."""
     budget: Annotated[str | None, ONLY_IF_GIVEN] = None
     """Size of all shards, such as `125GiB` or `120GB`, instead of `bits` and `group_size`: both are then chosen for
     each layer from measurements. 2 and 3 bits only where 4 in every layer do not fit. See
@@ -137,6 +148,13 @@ class Experts(Strict):
     see [serve](../how-to/serve-with-vllm.md#group-scales-of-both-signs)."""
     rounding: Literal["gptq", "nearest"] = "gptq"
     """GPTQ with two sweeps of coordinate descent, or round to nearest."""
+
+    @field_validator("*")
+    @classmethod
+    def _alone(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name != "convert" and info.data.get("convert") is not None:
+            raise Wrong("has no effect beside experts.convert, which rounds nothing", "remove one of the two keys")
+        return value
 
     @property
     def by_budget(self) -> bool:
@@ -206,6 +224,8 @@ class Experts(Strict):
 
     @model_serializer(mode="wrap")
     def _as_given(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        if self.convert is not None:
+            return {"convert": self.convert}
         unused = {"bits", "group_size"} if self.by_budget else set()
         unused |= {"bits", "group_size", "scales_sign"} - expert_formats()[self.format].keys
         settings: dict[str, Any] = handler(self)
@@ -289,11 +309,12 @@ class Recipe(Strict):
 
     source: Source
     """The checkpoint to read."""
-    calibration: str | Calibration
-    """The calibration set: the name of a shipped one, or a path relative to the recipe, see
-    [calibration](calibration.md). Or `{set: NAME, tokens: 131072}` for a part of it."""
     experts: Experts = Experts()
     """How the routed experts are quantized."""
+    calibration: Annotated[str | Calibration | None, Field(validate_default=True), ONLY_IF_GIVEN] = None
+    """The calibration set: the name of a shipped one, or a path relative to the recipe, see
+    [calibration](calibration.md). Or `{set: NAME, tokens: 131072}` for a part of it. Needed, but with
+    `experts.convert`."""
     attention: Annotated[Attention, Field(exclude_if=lambda value: value == "keep")] = "keep"
     """What becomes of attention, shared experts and dense layers. `keep`: the source's bytes. `bf16`: FP8 is
     dequantized, for servers and cards that cannot mix it with integers. `fp8`: a source in 16 bits becomes FP8 with a
@@ -305,6 +326,32 @@ class Recipe(Strict):
     """What keeps its original bytes: everything but the routed experts, and what `attention` converts."""
     verify: Verify | None = None
     """What is measured, and the gates: exit code 3 when one fails; the output is completed nevertheless."""
+
+    @field_validator("experts")
+    @classmethod
+    def _accepted(cls, value: Any, info: ValidationInfo) -> Any:
+        source = info.data.get("source")
+        if source is not None and value.convert is not None and getattr(source, "accept_quantized", False):
+            raise Wrong("a conversion takes any source, so source.accept_quantized has no effect", "remove that key")
+        return value
+
+    @field_validator("calibration")
+    @classmethod
+    def _given(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and "experts" in info.data and info.data["experts"].convert is None:
+            raise PydanticCustomError("missing", "Field required")
+        return value
+
+    @field_validator("calibration", "kv_cache", "verify")
+    @classmethod
+    def _computed(cls, value: Any, info: ValidationInfo) -> Any:
+        experts = info.data.get("experts")
+        if experts is not None and experts.convert is not None and value not in (None, "none"):
+            why = "all values are equal, so there is nothing to measure"
+            if info.field_name != "verify":
+                why = "nothing is computed on texts"
+            raise Wrong(f"has no effect beside experts.convert: {why}", "remove this key")
+        return value
 
     @field_validator("verify")
     @classmethod
@@ -318,18 +365,22 @@ class Recipe(Strict):
 
     @property
     def calibration_set(self) -> str:
-        """The calibration set as the recipe names it."""
+        """The calibration set as the recipe names it; a RecipeError for a recipe that converts, and names none."""
+        if self.calibration is None:
+            raise RecipeError(
+                "experts.convert", "this recipe converts, and names no calibration set", "give one that quantizes"
+            )
         return self.calibration if isinstance(self.calibration, str) else self.calibration.set
 
     @property
     def calibration_tokens(self) -> int | None:
         """Number of tokens drawn from the set; None if it is taken whole."""
-        return None if isinstance(self.calibration, str) else self.calibration.tokens
+        return self.calibration.tokens if isinstance(self.calibration, Calibration) else None
 
     @property
     def calibration_without(self) -> tuple[str, ...]:
         """The sources of the set that are left out."""
-        return () if isinstance(self.calibration, str) else self.calibration.without
+        return self.calibration.without if isinstance(self.calibration, Calibration) else ()
 
     @property
     def as_served(self) -> tuple[Card, ...]:

@@ -16,10 +16,10 @@ from typing import Literal
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import Own, architecture_for
-from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.families import Own
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, torch_dtype
 from quantizers.formats.dequantization import read_weight
+from quantizers.formats.stored_matrices import architecture_of
 from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.output import journal
@@ -70,7 +70,7 @@ def belong_together(source: Checkpoint, experts: Checkpoint, device: torch.devic
         CheckpointError: the two do not belong together, are swapped, or their format cannot be stitched.
     """
     refuse_swapped_arguments(source, experts, f"--source {experts.name} --experts {source.name}")
-    facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
+    facts = architecture_of(source, own)
     source = split_fused_experts(source, facts)
     if not facts.is_of(experts.config):
         where = experts.folder / CONFIG
@@ -116,12 +116,12 @@ def examine(
             router = facts.layer(layer, facts.router.tensor)
             own_router = experts.tensor(experts.require(router, "the router").name)
             state = router_state(source.tensor(router), own_router, ratio)
-    inner = not facts.of_layer(layer).own_gate
+    inner = facts.of_layer(layer).inner
     error = 0.0
     unscaled = 0.0
     smooth = ratio.to(device)
     for expert in sorted({0, facts.num_experts // 2, facts.num_experts - 1}):  # the audit reads all of them
-        modules = [facts.expert(layer, expert, matrix) for matrix in MATRICES]
+        modules = [facts.expert(layer, expert, matrix) for matrix in facts.matrices]
         old, new = ([read_weight(c, module, device) for module in modules] for c in (source, experts))
         error = max(error, *matrix_errors(old, new, smooth, inner=inner).tolist())
         unscaled = max(unscaled, *matrix_errors(old, new, torch.ones_like(smooth), inner=inner).tolist())

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.experts_call import replaced_experts
 from quantizers.architectures.gates import Gate, gate_of
-from quantizers.architectures.matrices import MATRICES
 from quantizers.architectures.skeleton import replaced_forward
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.formats import nvfp4
 from quantizers.formats.dequantization import stored_format, stored_matrix
+from quantizers.formats.e8m0 import numbers
 from quantizers.formats.format import ForeignFormat, Format
 from quantizers.formats.fp8 import LARGEST, block_size, to_fp8
 from quantizers.formats.nvfp4 import INPUT_SCALE
@@ -99,7 +100,7 @@ def multiplied_weight(stored: Checkpoint, module: str, rules: Kernel, device: to
     else:
         parts = [stored.tensor(f"{module}.{part}").to(device) for part in matrix.parts]
         if rules.scales == "bfloat16":
-            parts[1:] = [scale.to(DTYPE).float() for scale in parts[1:]]
+            parts[1:] = [numbers(scale).to(DTYPE).float() for scale in parts[1:]]
         weight = matrix.numbers(parts).float()
     if rules.scales == "power of two":
         weight = blocks_to_powers_of_two(weight)
@@ -116,19 +117,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, how: Rounding) -> Ten
 
 
 def routed_experts(
-    weight: Callable[[int, int], tuple[Tensor, Rounding]], gate: Gate, x: Tensor, chosen: Tensor, weights: Tensor
+    weight: Callable[[int, int], tuple[Tensor, Rounding]],
+    gate: Gate,
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    *,
+    matrices: int = 3,
+    experts: int | None = None,
 ) -> Tensor:
     """The routed experts of a layer: Σ over the chosen ones of weights · w2(gate(w1 x, w3 x)), (T, H) in bfloat16.
 
     Args:
         weight: the weight of an expert's matrix, by the numbers of both, and what becomes of its activations.
         x: (T, H) bfloat16. chosen, weights: (T, K).
+        matrices: of an expert. experts: those with matrices, if others return what they read.
     """
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in chosen.unique().tolist():
         rows, places = (chosen == expert).nonzero(as_tuple=True)
-        (w1, how), (w3, _), (w2, how_then) = (weight(expert, matrix) for matrix in range(len(MATRICES)))
-        products = linear(x[rows], torch.cat([w1, w3]), None, how)
+        if experts is not None and expert >= experts:  # one without matrices
+            total.index_add_(0, rows, x[rows].float() * weights[rows, places, None].float())
+            continue
+        *first, (w2, how_then) = (weight(expert, matrix) for matrix in range(matrices))
+        products = linear(x[rows], torch.cat([matrix for matrix, _ in first]), None, first[0][1])
         h = gate(products.float().mT).mT.to(x.dtype)
         output = rounded_activations(h, how_then) @ w2.mT * weights[rows, places, None].float()
         total.index_add_(0, rows, output.to(x.dtype).float())  # rounded once, with its weight
@@ -171,7 +183,7 @@ class ServedModel(StreamedModel):
                         replaced_forward(module, partial(linear, weight=weight, bias=module.bias, how=how))
                     )
             if experts and number not in self.facts.dense:
-                stack.enter_context(replaced_forward(self._experts(layer), self._routed(layer, files)))
+                stack.enter_context(replaced_experts(self._experts(layer), self._routed(layer, files)))
             yield layer
 
     def _module(self, layer: torch.nn.Module, name: str) -> Any:
@@ -194,11 +206,13 @@ class ServedModel(StreamedModel):
         gate = gate_of(self._experts(layer), facts.of_layer(number).own_gate)
 
         def weight(expert: int, matrix: int) -> tuple[Tensor, Rounding]:
-            name = MATRICES[matrix]
+            name = facts.matrices[matrix]
             shape = facts.expert_linears[name].shape
             return self._multiplied(files, "experts", facts.expert(number, expert, name), shape)
 
-        return lambda *args, **kwargs: routed_experts(weight, gate, *args, *kwargs.values())
+        return lambda *args, **kwargs: routed_experts(
+            weight, gate, *args, *kwargs.values(), matrices=len(facts.matrices), experts=facts.num_experts
+        )
 
     def logits(self, products: Tensor) -> Tensor:
         """The logits (T, V), rounded to bfloat16 as a server's head leaves them."""
@@ -218,7 +232,7 @@ def kernels_of(model: StreamedModel, checkpoint: Checkpoint, experts: Format | N
     kernels = dict.fromkeys(sorted(model.exact), "bfloat16 alone is simulated")
     for number in range(facts.num_layers):
         modules = [facts.layer(number, name) for name in facts.of_layer(number).linears]
-        routed = [facts.expert(number, 0, matrix) for matrix in MATRICES if number not in facts.dense]
+        routed = [facts.expert(number, 0, matrix) for matrix in facts.matrices if number not in facts.dense]
         for module in (*modules, *routed):
             where: Where = "experts" if module in routed else "linear"
             form = experts if where == "experts" and experts else stored_format(checkpoint, module)

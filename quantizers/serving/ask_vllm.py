@@ -122,8 +122,11 @@ class _Queries:
         import_module("torch").nn.Module.__init__(layer)
         if experts:
             layer.moe_config = SimpleNamespace()
+            own_names: dict[str, str] = {matrix: linear.name for matrix, linear in self._facts.expert_linears.items()}
+            if "gate" not in own_names:  # vLLM calls the first of two so, and passes None for the other
+                own_names["gate"] = own_names.pop("up")
             for matrix in MATRICES:  # as the model passes them to its experts; read since 0.32
-                setattr(layer, f"ckpt_{matrix}_proj_name", self._facts.expert_linears[matrix].name)
+                setattr(layer, f"ckpt_{matrix}_proj_name", own_names.get(matrix))
         return layer
 
     def expert_names(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from quantizers.eval.report.schema import Report
 
 from .check import ONE_SCHEME, REFUSES
 from .engines import READ, SGLANG, TRANSFORMERS
-from .kernels import DEEP_GEMM, KEEPS_SCALES, NEGATIVE_SCALES, UNSCALED
+from .kernels import BLOCKS_FUSED, DEEP_GEMM, KEEPS_SCALES, NEGATIVE_SCALES, UNSCALED
 from .server_commands import REASONS, sglang_command, vllm_command, why_not_vllm
 
 
@@ -20,7 +20,9 @@ def on_card(report: Report, place: str) -> dict[str, Any]:
     """
     about = report.serving
     findings = report.consumers.findings if report.consumers else []
-    fails = (finding for finding in findings if finding.consequence.startswith((REFUSES, ONE_SCHEME, UNSCALED)))
+    fails = (
+        finding for finding in findings if finding.consequence.startswith((REFUSES, ONE_SCHEME, UNSCALED, BLOCKS_FUSED))
+    )
     failing = {engine for finding in fails for engine in finding.engine.split(", ")}
     return {
         "vllm": vllm_command(about, place),

@@ -29,12 +29,15 @@ from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.families import Own, architecture_for
-from quantizers.architectures.matrices import MATRICES, PROJECTIONS
+from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.checkpoint.reader import CONFIG, open_folder
 from quantizers.checkpoint.remote import HubFiles
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Stored
+from quantizers.formats.e8m0 import DTYPES, E8M0, GROUP
 from quantizers.formats.format import PACKED, SCALE
-from quantizers.formats.fp8 import SCALE_INV
+from quantizers.formats.fp8 import SCALE_INV, Fp8Blocks
+from quantizers.formats.mxfp4 import Mxfp4
+from quantizers.formats.mxfp8 import Mxfp8
 from quantizers.formats.nvfp4 import INPUT_SCALE, Nvfp4
 from quantizers.formats.packed_integers import GROUP_INDEX, SHAPE, ZERO_POINT
 from quantizers.planning.gpus import lacking_facts
@@ -104,6 +107,7 @@ CONSEQUENCES: dict[Mistake, str] = {
     "extra": "vLLM fails with an AttributeError, for it has no such parameter; silently ignored by the others",
     "scale dtype": "the scale is silently rounded on load, and the integers no longer fit it",
 }
+READS_POWERS = "5.17 reads them; 5.24 loads wrong numbers without an error, for it multiplies in the scale's own dtype"
 CACHE_ON_CARDS = (
     "its cache becomes FP8, which GPUs of SM80 to 88 have with FlashInfer alone; --kv-cache-dtype bfloat16 turns it "
     "off, but FlashInfer would multiply by the scales all the same; FlashAttention 3 and Triton quantize the query too"
@@ -245,9 +249,27 @@ def _lookup_remarks(engine: str, lookup: Lookup, stored: Mapping[str, Parts]) ->
     for member in lookup.members:
         if member.name not in stored:
             continue  # see `_name_remarks`
+        if engine == TRANSFORMERS and lookup.kind == EXPERTS and _is_taken_plain(lookup.scheme, stored[member.name]):
+            continue
+        if engine == TRANSFORMERS and _has_powers(lookup.scheme, stored[member.name]):
+            yield "warning", [engine], member.name, f"{lookup.kind}: FP8 blocks with scales in {E8M0}", READS_POWERS
         for mistake, problem in mistakes(lookup.scheme, stored[member.name], member.shape):
             severity: Severity = "warning" if mistake == "scale dtype" else "error"
             yield severity, [engine], member.name, f"{lookup.kind}: {problem}", CONSEQUENCES[mistake]
+
+
+def _is_taken_plain(scheme: ServedScheme | None, parts: Parts) -> bool:
+    """Whether transformers takes an expert's matrix as it is, though its one scheme for experts is attention's.
+
+    Weights in 8 bits that have no scale pass through its `DecompressExperts`.
+    """
+    in_fp8 = scheme is not None and (scheme.type, scheme.bits) == ("float", 8)
+    return in_fp8 and SCALE not in parts and "weight" in parts and parts["weight"].dtype in FLOATING
+
+
+def _has_powers(scheme: ServedScheme | None, parts: Parts) -> bool:
+    """Whether a module is in FP8 blocks whose scales are powers of two in a byte."""
+    return scheme is not None and isinstance(scheme.form, Fp8Blocks) and SCALE in parts and parts[SCALE].dtype == E8M0
 
 
 def _name_remarks(
@@ -257,7 +279,7 @@ def _name_remarks(
     facts: Architecture,
 ) -> Iterator[Remark]:
     """Experts under another family's names, and missing tensors."""
-    right = [facts.expert_linears[matrix].name for matrix in MATRICES]
+    right = [facts.expert_linears[matrix].name for matrix in facts.matrices]
     prefixes = [
         facts.layer(layer, facts.expert_prefix.format(expert=expert))
         for layer in (*facts.moe_layers, *facts.mtp_layers)
@@ -366,6 +388,8 @@ def _cache_remarks(section: Mapping[str, Any], tensors: Collection[str], facts: 
 def describe(parts: Parts, shape: tuple[int, ...]) -> str:
     """Describe how a module is stored, in the words of `str(ServedScheme)`."""
     scale = parts.get(SCALE)
+    if PACKED in parts and parts[PACKED].dtype == "U8" and scale is not None and scale.dtype in DTYPES:
+        return str(Mxfp4())
     if PACKED in parts and parts[PACKED].dtype == "U8":
         return str(Nvfp4(4 if INPUT_SCALE in parts else 16))
     if PACKED in parts:
@@ -382,6 +406,8 @@ def describe(parts: Parts, shape: tuple[int, ...]) -> str:
         return dtype if scale is None else f"{dtype} with a scale"
     if scale is None:
         return f"FP8 with {SCALE_INV}" if SCALE_INV in parts else "FP8 without a scale"
+    if scale.dtype in DTYPES and scale.shape == (shape[0], shape[-1] // GROUP):
+        return str(Mxfp8()) if scale.dtype != E8M0 else f"{Mxfp8()} with scales in {E8M0}"
     if math.prod(scale.shape) == 1 and math.prod(shape) > 128 * 128:
         return "FP8 per tensor"
     if scale.shape[0] == shape[0]:
@@ -441,8 +467,10 @@ def _required(scheme: ServedScheme, shape: tuple[int, ...]) -> Needed | None:
     if scheme.form is None:
         return None
     read = {part: spec for part, spec in scheme.form.parts(shape) if part != SHAPE}  # which nothing reads
+    # Servers copy the scales of blocks into float32, F8_E8M0 as the numbers they are, see formats/e8m0.py.
+    numbers = (*FLOATING, E8M0) if isinstance(scheme.form, Fp8Blocks) else FLOATING
     return {
-        part: (FLOATING if part == SCALE and spec.dtype in FLOATING else (spec.dtype,), spec.shape)
+        part: (numbers if part == SCALE and spec.dtype in FLOATING else (spec.dtype,), spec.shape)
         for part, spec in read.items()
     }
 
@@ -473,7 +501,7 @@ def tensor_parallel(ranks: int, facts: Architecture, lookups: Sequence[Lookup]) 
 
 
 def _expert_obstacles(ranks: int, facts: Architecture, schemes: Iterable[ServedScheme]) -> Iterator[str]:
-    hidden, share = facts.hidden_size, facts.expert_width // ranks
+    hidden, share = facts.expert_inputs, facts.expert_width // ranks
     if ranks > facts.num_experts:
         yield f"there are only {facts.num_experts} experts"
     for scheme in schemes:

@@ -32,10 +32,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quantizers.architectures.architecture import Architecture, ServerFacts, ServerName
-from quantizers.architectures.fused import FUSED, FUSED_IN_SOME
-from quantizers.architectures.matrices import MATRICES, PROJECTIONS
+from quantizers.architectures.fused import FUSED, FUSED_IN_SOME, NO_MATRIX
+from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.formats.format import QuantizedFormat, expert_formats
 from quantizers.formats.fp8 import Fp8Blocks, Fp8Rows
+from quantizers.formats.mxfp4 import Mxfp4
+from quantizers.formats.mxfp8 import Mxfp8
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
@@ -84,6 +86,7 @@ class ServedScheme:
     symmetric: bool
     dynamic: bool
     activations: str | None = None
+    scales: str | None = None  # the scale_dtype of FP8 in groups, by which vLLM knows MXFP8; of others nothing reads it
     format: str = ""
     group: str = field(default="", compare=False)
     target: str = field(default="", compare=False)
@@ -100,9 +103,9 @@ class ServedScheme:
     def form(self) -> QuantizedFormat | None:
         """The stored format that it declares; None if this program never writes it."""
         weights = {"type": self.type, "num_bits": self.bits, "strategy": self.strategy, "group_size": self.group_size}
-        weights |= {"block_structure": self.block}
+        weights |= {"block_structure": self.block, "scale_dtype": self.scales}
         inputs = json.loads(self.activations) if self.activations else None
-        formats: tuple[type[QuantizedFormat], ...] = (*expert_formats().values(), Fp8Blocks, Fp8Rows)
+        formats: tuple[type[QuantizedFormat], ...] = (*expert_formats().values(), Mxfp4, Mxfp8, Fp8Blocks, Fp8Rows)
         for known in formats:
             if form := known.of_config_group(weights, inputs):
                 return form
@@ -124,7 +127,9 @@ def scheme_of(weights: QuantizationArgs) -> ServedScheme:
     keys = ("type", "num_bits", "strategy", "group_size", "block_structure", "symmetric", "dynamic")
     fields = weights.model_dump(mode="json")
     kind, bits, strategy, group, block, symmetric, dynamic = (fields[key] for key in keys)
-    return ServedScheme(kind, bits, strategy, group, tuple(block) if block else None, symmetric, bool(dynamic))
+    scales = fields["scale_dtype"] if (kind, bits, strategy) == ("float", 8, "group") else None
+    block = tuple(block) if block else None
+    return ServedScheme(kind, bits, strategy, group, block, symmetric, bool(dynamic), scales=scales)
 
 
 def declared_scheme(group: Mapping[str, Any]) -> ServedScheme:
@@ -199,8 +204,11 @@ class Engine:
         return self.key == "sglang"
 
     def expert_names(self, facts: Architecture) -> tuple[str, ...]:
-        """The names under which it looks up gate, up and down."""
-        return tuple(facts.expert_linears[m].name if self.own_names else PROJECTIONS[m] for m in MATRICES)
+        """The names under which it looks up gate, up and down; without a gate vLLM looks up a third all the same."""
+        if not self.own_names:
+            return tuple(PROJECTIONS.values())
+        names = tuple(linear.name for linear in facts.expert_linears.values())
+        return names if "gate" in facts.expert_linears else (*names, NO_MATRIX)
 
 
 VLLM = Engine("vllm", "vLLM 0.32+", own_names=True)
@@ -270,7 +278,7 @@ def model_modules(facts: Architecture) -> list[Module]:
                 modules.append(Module(module, kind, tensor.shape, layer, tensor.optional))
         kind = MTP_EXPERTS if mtp else EXPERTS
         for expert in range(facts.num_experts):
-            for matrix in MATRICES:
+            for matrix in facts.matrices:
                 shape = facts.expert_linears[matrix].shape
                 modules.append(Module(facts.expert(layer, expert, matrix), kind, shape, layer))
     for kind, name in ((HEAD, facts.head), (EMBEDDINGS, facts.embedding)):

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import MATRICES, PROJECTIONS
+from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.formats.format import Format
 from quantizers.recipe.cards import Card
 from quantizers.system.errors import InputError
@@ -62,6 +62,7 @@ PACKED_DENSELY = (
 )
 KTRANSFORMERS_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 TAKES_THEM = "takes them"
+NONE_ON_CPU = "its CPU build has no kernel"
 UNSCALED = "5.17 ignores the global scales of experts that it fuses, so that it loads wrong numbers"
 # Of experts in NVFP4, by engine.
 NVFP4_KNOWN = {
@@ -70,8 +71,27 @@ NVFP4_KNOWN = {
     TRANSFORMERS: UNSCALED,
     SGLANG.name: "known of SGLang 0.5.23 on NVIDIA GPUs from SM80: FP4 products on SM100, elsewhere weights alone",
 }
-# What is known of experts in other formats than integers and FP8, by the kind of the format and engine.
+# Of modules in MXFP8, by engine; transformers reads them.
+MXFP8_KNOWN = {
+    VLLM.name: "by the sources of vLLM 0.32: on SM100 and SM120 activations are rounded to MXFP8 too, on other NVIDIA "
+    f"GPUs from SM80 they are not (Marlin); {NONE_ON_CPU}",
+    VLLM_BEFORE.name: "not known: such a version may refuse them",
+    SGLANG.name: "not known: it may refuse them",
+}
+# Of modules in MXFP4; transformers reads them, too.
+MXFP4_KNOWN = {
+    VLLM.name: "by the sources of vLLM 0.32: on SM100 activations are rounded to MXFP4 too (CUTLASS), on other NVIDIA "
+    f"GPUs they are not (Marlin); {NONE_ON_CPU}",
+    VLLM_BEFORE.name: "not known: such a version may refuse them",
+    SGLANG.name: "not known: it may refuse them",
+}
+# What is known of modules in other formats than integers and FP8, by the kind of the format and engine.
 KNOWN: dict[str | None, dict[str, str]] = {"nvfp4": NVFP4_KNOWN, "nvfp4-a4": NVFP4_KNOWN}
+KNOWN |= {"mxfp8": MXFP8_KNOWN, "mxfp4": MXFP4_KNOWN}
+BLOCKS_FUSED = (
+    "5.17 to 5.24 multiply experts that they fuse by the scales of blocks as if there were one for all, so that "
+    "loading fails, unless each matrix is a single block"
+)
 # docs/how-to/serve-with-vllm.md has the table with file and line of all others.
 NEGATIVE_SCALES = (
     "group scales may be negative; not verified for FlashInfer's TRT-LLM MXINT4 on SM100, for vLLM's Marlin with 8-bit "
@@ -130,6 +150,8 @@ def condition(engine: str, lookup: Lookup) -> str | None:
     scheme = lookup.scheme
     if scheme is not None and scheme.kind in KNOWN:
         return KNOWN[scheme.kind].get(engine)
+    if engine == TRANSFORMERS and lookup.kind == EXPERTS and scheme is not None and scheme.block is not None:
+        return BLOCKS_FUSED
     if not is_packed(scheme) or engine == SGLANG.name:
         return None
     if engine == TRANSFORMERS:
@@ -139,8 +161,8 @@ def condition(engine: str, lookup: Lookup) -> str | None:
 
 def for_ktransformers(facts: Architecture, schemes: Iterable[ServedScheme | None]) -> str:
     """Return TAKES_THEM if KTransformers accepts experts in RAM with each layer's scheme, else the reason."""
-    names = {f"{prefix}layers.0.mlp.experts.0.{PROJECTIONS[MATRICES[0]]}" for prefix in KTRANSFORMERS_PREFIXES}
-    if facts.expert(0, 0, MATRICES[0]) not in names:
+    names = {f"{prefix}layers.0.mlp.experts.0.{PROJECTIONS['gate']}" for prefix in KTRANSFORMERS_PREFIXES}
+    if "gate" not in facts.expert_linears or facts.expert(0, 0, "gate") not in names:
         return "names do not fit"
     fits = (
         is_packed(scheme) and scheme.bits == 4 and scheme.symmetric and scheme.group_size == 32 for scheme in schemes
@@ -186,6 +208,8 @@ PLAIN = Kernel(UNQUANTIZED, weights="bfloat16")
 MARLIN_ROUNDED = Kernel(MARLIN, "bfloat16", "bfloat16")
 MARLIN_ROWS = Kernel(MARLIN, "bfloat16")  # a scale per row is applied to the sums
 MARLIN_FP4 = Kernel(MARLIN)
+MARLIN_MX = Kernel(MARLIN)  # powers of two, which round nothing
+MX = ("mxfp8", "mxfp4")
 DEEP_GEMM = Kernel("DeepGEMM", "power of two", activations="FP8 per 128, power of two")
 DEEP_GEMM_STORED = Kernel("DeepGEMM", activations="FP8 per 128")  # without E8M0
 CUTLASS_BLOCKS = Kernel("CUTLASS", activations="FP8 per 128")
@@ -214,6 +238,13 @@ EXPERT_KERNELS: dict[Card, dict[str, Kernel]] = {
 }
 for _card in ("ampere", "ada", "hopper", "blackwell"):
     EXPERT_KERNELS[_card] |= {"nvfp4": MARLIN_FP4, "nvfp4-a4": MARLIN_FP4}
+# vLLM 0.32's _POSSIBLE_MXFP8_KERNELS and _POSSIBLE_MXFP4_KERNELS, fused_moe/oracle/mxfp8.py and mxfp4.py. What those of
+# SM100 and SM120 round activations to was not read, and a CPU has none, as its build said when it was asked for one.
+_before_blackwell: tuple[Card, ...] = ("ampere", "ada", "hopper")
+for _card in _before_blackwell:
+    LINEAR_KERNELS[_card] |= {"mxfp8": MARLIN_MX, "mxfp4": MARLIN_MX}
+    EXPERT_KERNELS[_card] |= {"mxfp8": MARLIN_MX, "mxfp4": MARLIN_MX}
+LINEAR_KERNELS[NO_E8M0] |= {"mxfp8": MARLIN_MX, "mxfp4": MARLIN_MX}
 EXPERT_KERNELS[NO_E8M0] = EXPERT_KERNELS["hopper"]
 EXPERT_KERNELS["blackwell"]["nvfp4-a4"] = Kernel("native FP4", activations="NVFP4")
 # SGLang 0.5.23's for linear modules. Its experts in packed integers are Marlin's on all of them.
@@ -259,8 +290,10 @@ def on_card(engine: engines.Engine, card: Card, lookup: Lookup, facts: Architect
         chosen = _kernel(card, where, kind, lookup.members[0].shape)
         return chosen.name if chosen else NOT_KNOWN
 
-    if scheme.kind in KNOWN:
-        return named(str(scheme.kind))
+    if scheme.kind in MX and card == "vllm-cpu" and not engine.is_sglang:
+        return f"{REFUSED}: {NONE_ON_CPU}"
+    if scheme.kind in (*KNOWN, *MX):
+        return NOT_KNOWN if engine.is_sglang and scheme.kind in MX else named(str(scheme.kind))
     if not is_packed(scheme):
         kind = "blocks" if scheme.strategy == "block" else "rows"
         if engine.is_sglang:

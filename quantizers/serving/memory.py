@@ -27,9 +27,8 @@ from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture, Parts
 from quantizers.architectures.fused import FUSED
-from quantizers.architectures.matrices import MATRICES
-from quantizers.formats.format import INTEGERS, NAME, ExpertFormat
-from quantizers.formats.fp8 import Fp8, Fp8Blocks
+from quantizers.formats.format import INTEGERS, NAME, ExpertFormat, RowFormat
+from quantizers.formats.fp8 import Fp8Blocks
 from quantizers.formats.packed_integers import Integers
 from quantizers.planning.allocation import candidates
 from quantizers.planning.gpus import GIB, UTILISATION, Gpus, lacking_facts, most_unseen, parse_gpus
@@ -110,7 +109,7 @@ class Fit:
     fits: bool
 
 
-def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: Fp8 | None) -> Model:
+def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any]) -> Model:
     """The facts about a plan's output; InputError where the architecture spec does not say how servers divide it."""
     if problem := lacking_facts(facts):
         raise InputError("", problem)
@@ -119,20 +118,20 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: 
     blocks: dict[str, tuple[int, int]] = {}
     for number, layer in enumerate(layers):
         for action in plan.of_layer(number):
-            module = action.source.removeprefix(facts.layer(number, "")).rpartition(".")[0]
+            module = (action.module or action.source.rpartition(".")[0]).removeprefix(facts.layer(number, ""))
             holder = EXPERTS if action.expert is not None else module if module in linears else OTHERS
             layer[holder] += sum(spec.bytes for spec in action.outputs.values())
-            if holder == module and action.in_fp8 and isinstance(fp8, Fp8Blocks):
-                blocks[module] = fp8.edges
+            if holder == module and isinstance(action.written, Fp8Blocks):
+                blocks[module] = action.written.edges
     outside = sum(spec.bytes for part in (*plan.tables, None) for spec in plan.shard(part).values())
     held = outside + sum(size for layer in layers for size in layer.values())
     return Model(
         facts=facts,
         layers=tuple(layers),
         outside=outside,
-        bits=frozenset(plan.schemes[layer].bits for layer in plan.quantized_layers),
-        groups=frozenset(plan.schemes[layer].group_size for layer in plan.quantized_layers),
-        padded=frozenset(layer for layer in plan.quantized_layers if is_padded(plan.schemes[layer])),
+        bits=frozenset(form.bits for form in plan.expert_forms.values() if isinstance(form, ExpertFormat)),
+        groups=frozenset(map(_group_of, plan.expert_forms.values())),
+        padded=frozenset(layer for layer, form in plan.expert_forms.items() if is_padded(form)),
         blocks=blocks,
         longest=facts.positions or 0,
         fp8_cache=bool(plan.cached),
@@ -140,9 +139,14 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any], fp8: 
     )
 
 
-def is_padded(scheme: ExpertFormat) -> bool:
-    """Whether vLLM's Humming has experts with this scheme, which fills their shapes up."""
-    return only_humming_takes(declared_scheme(scheme.config_group()))
+def is_padded(form: RowFormat) -> bool:
+    """Whether vLLM's Humming has experts in this format, which fills their shapes up."""
+    return isinstance(form, ExpertFormat) and only_humming_takes(declared_scheme(form.config_group()))
+
+
+def _group_of(form: RowFormat) -> int:
+    """Columns of an expert's matrix that must not be split between GPUs."""
+    return form.group_size if isinstance(form, ExpertFormat) else form.edges[1]
 
 
 def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
@@ -461,7 +465,8 @@ def remedies(job: Job, model: Model, gpus: Gpus, asked: Fit, tensor_parallel: in
             shorter = fit(model, gpus, longest, kv, tensor_parallel)
             yield Remedy(f"{'' if kv == asked.kv else f'--kv {kv} '}--context {longest}", shorter)
     fitting: list[tuple[ExpertFormat, Model, Fit]] = []
-    for scheme in reversed(candidates(job.facts, 1)):
+    schemes = candidates(job.facts, 1) if job.recipe.experts.convert is None else []
+    for scheme in reversed(schemes):
         smaller = with_scheme(model, scheme)
         if smaller.stored < model.stored and can_split(smaller, gpus):
             estimate = fit(smaller, gpus, asked.context, asked.kv)
@@ -519,7 +524,7 @@ def with_budget(model: Model, size: int) -> Model:
 
 def with_scheme(model: Model, scheme: ExpertFormat) -> Model:
     """The same output with one scheme in every layer."""
-    shapes = [model.facts.expert_linears[matrix].shape for matrix in MATRICES]
+    shapes = [model.facts.expert_linears[matrix].shape for matrix in model.facts.matrices]
     stored = sum(spec.bytes for shape in shapes for spec in scheme.specs("", shape).values())
     experts = {EXPERTS: model.facts.num_experts * stored}
     layers = tuple({**layer, **experts} if EXPERTS in layer else layer for layer in model.layers)

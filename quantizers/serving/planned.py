@@ -27,7 +27,7 @@ def planned_check(job: Job, one_expert: bool = False) -> ServingCheck:
     if one_expert:
         single = facts.sizes["experts"].model_copy(update={"value": 1})
         facts = facts.model_copy(update={"sizes": facts.sizes | {"experts": single}})
-    checked = check(output_config(job.config, job.facts, job.plan, job.fp8), written, facts)
+    checked = check(output_config(job.config, job.facts, job.plan), written, facts)
     for error in checked.errors:
         where = job.source.folder if job.source and not job.source.remote else job.location
         raise CheckpointError(

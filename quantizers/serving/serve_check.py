@@ -18,7 +18,6 @@ import torch
 from pydantic import ValidationError
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import architecture_for
 from quantizers.calibration.load_set import load_set, print_notes
 from quantizers.calibration.samples import identity
 from quantizers.checkpoint.loaded_tensors import load_tensors, outside_names
@@ -33,6 +32,7 @@ from quantizers.eval.fidelity.kv_cache import CachedModel
 from quantizers.eval.fidelity.metrics import Text
 from quantizers.eval.fidelity.scoring import held_out
 from quantizers.formats.fp8 import has_kv_scales
+from quantizers.formats.stored_matrices import architecture_of
 from quantizers.formats.tensor_names import published_names
 from quantizers.formats.unsupported import refuse_swapped_arguments
 from quantizers.model.activation_stream import ActivationStream
@@ -149,7 +149,7 @@ def serve_check(
         refuse_swapped_arguments(origin, opened, f"give {origin.name} as CANDIDATE and {opened.name} as --source")
     first = checkpoints[-1]  # the source, if there is one: its tokenizer made the texts of every candidate
     own = Path(facts) if facts is not None else output_facts(opened.folder)
-    architecture = architecture_for(first.config, str(first.folder / CONFIG), own, first.tensors)
+    architecture = architecture_of(first, own)
     if opened.config.get("model_type") != architecture.model_type or not architecture.is_of(opened.config):
         raise CheckpointError(opened.folder / CONFIG, f"is another model than {first.name}", "give its own source")
     names = [{"model": _name(checkpoint), "digest": source_digest(checkpoint)} for checkpoint in checkpoints]

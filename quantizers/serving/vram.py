@@ -10,7 +10,6 @@ from quantizers.architectures.architecture import Architecture, Options, ServerN
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.eval.report.schema import Fit as ServedFit
 from quantizers.eval.report.schema import Serving
-from quantizers.formats.fp8 import block_size
 from quantizers.planning.gpus import Gpus, lacking_facts, parse_gpus
 from quantizers.planning.job import Job
 from quantizers.planning.plan import Plan
@@ -43,7 +42,7 @@ HOPPER = 90  # its compute capability, in tenths
 
 def fits_on_common(plan: Plan, facts: Architecture, source: Checkpoint) -> dict[str, Any]:
     """Common GPUs on which a plan's output fits: `longest`, `fits` and `assumptions` of `Serving` in report.json."""
-    model = serving_model(plan, facts, source.config, plan.fp8_form(block_size(source)))
+    model = serving_model(plan, facts, source.config)
     common = common_fits(model)
     gpus = [parse_gpus(row.cards) for row in common]
     return {
@@ -85,7 +84,7 @@ def fits_on(
         if ram is not None:
             raise InputError("--ram", problem, "leave it out")
         return {"cards_unknown": problem, "weights": weights_alone(job.plan, gpus)}
-    model = serving_model(job.plan, job.facts, job.config, job.fp8)
+    model = serving_model(job.plan, job.facts, job.config)
     about: dict[str, Any] = {}
     if budget is not None:
         about["counted"] = budget

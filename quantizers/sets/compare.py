@@ -350,7 +350,9 @@ def _asked(
     if job.allocation:
         same = f"compare with the same: {fixed_bits(job.path, changes)}"
         faults.append(InputError(job.path, "a budget chooses other bits for each set", same))
-    if data is None and gate is None:
+    if job.recipe.experts.convert is not None:
+        faults.append(InputError(job.path, "converts, so that no set decides anything", "give a recipe that quantizes"))
+    elif data is None and gate is None:
         faults.append(InputError(job.path, "has no verify.perplexity, so no held-out texts", "give --data held-out"))
     if faults:
         raise InputError.several(faults)

@@ -32,8 +32,8 @@ NORM_ROWS = 2048  # rows read for the norm's scale, of all experts, see `row_ste
 WIDTH_ROWS = 768  # and for w2's, of each
 LARGEST_STEP = 8
 
-# From the numbers of some experts to their w1 above w3 (c, 2I, H) and w2 (c, H, I) in the dtype of the forward pass, in
-# new memory. Called more than once.
+# From the numbers of some experts to their w1 above w3 (c, 2I, H), or w3 alone, and w2 (c, H, I), in the dtype of the
+# forward pass, in new memory. Called more than once.
 Weights = Callable[[Sequence[int]], tuple[Tensor, Tensor]]
 
 

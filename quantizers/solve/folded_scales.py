@@ -49,25 +49,27 @@ def row_scale(actual: Tensor, wanted: Tensor) -> Tensor:
     return torch.where((power > 0) & (scale.abs() > 1e-12), scale, 1)
 
 
-def matrix_errors(old: Sequence[Tensor], new: Sequence[Tensor], smooth: Tensor, *, inner: bool) -> Tensor:
-    """Relative errors ‖actual − expected‖ / ‖expected‖ of gate, up and down, given the norm's ratio.
+def matrix_errors(old: Sequence[Tensor], new: Sequence[Tensor], smooth: Tensor, *, inner: int) -> Tensor:
+    """Relative errors ‖actual − expected‖ / ‖expected‖ of gate (if there is one), up and down, given the norm's ratio.
 
     The scale between up's rows and down's columns is not stored. It is estimated from up's rows by least
-    squares, and down's columns must then have been divided by it. Experts with a gate of their own have none.
+    squares, and down's columns must then have been divided by it, or a power of it. Experts with a gate of their own
+    have none.
 
     Args:
-        old, new: gate and up (…, I, H) and down (…, H, I), of one expert or of several, float32.
+        old, new: gate, if any, and up (…, I, H) and down (…, H, I), of one expert or of several, float32.
         smooth: the norm's ratio (H,).
-        inner: whether there may be a scale between up and down.
+        inner: the degree of down's inputs in up's rows, see architectures/gates.py; 0 where there is no such scale.
 
     Returns:
-        (…, 3) on the matrices' device, which nothing here waits for.
+        (…, 3), or (…, 2), on the matrices' device, which nothing here waits for.
     """
-    gate = old[0] * smooth
-    up = old[1] * smooth
-    down = old[2]
-    rows = row_scale(new[1], up) if inner else torch.ones_like(up[..., 0])
-    expected = (gate, up.mul_(rows.unsqueeze(-1)), down / rows.unsqueeze(-2))
+    *gate, up = (matrix * smooth for matrix in old[:-1])
+    down = old[-1]
+    rows = row_scale(new[-2], up) if inner else torch.ones_like(up[..., 0])
+    rows = rows if gate else rows.abs()  # an activation lets no other sign through
+    divided = down / (rows if inner < 2 else rows.pow(inner)).unsqueeze(-2)
+    expected = (*gate, up.mul_(rows.unsqueeze(-1)), divided)
     errors = []
     for actual, wanted in zip(new, expected, strict=True):
         size = matrix_norm(wanted)

@@ -166,13 +166,13 @@ def collect_down_hessian(
     """Hessians of an expert batch, from every token through every expert of it.
 
     Args:
-        gate_up: (c, 2I, H), w1 above w3, in the dtype of x; rounded or not.
-        source: (c, 2I, H) of the same dtype: the weights that `gate_up` was rounded from, for `changes`.
+        gate_up: (c, 2I, H), w1 above w3, in the dtype of x; rounded or not. Or w3 alone, see gates.py.
+        source: of the same shape and dtype: the weights that `gate_up` was rounded from, for `changes`.
         every: read every n-th token chunk only.
         with_largest: whether `largest` is asked for.
     """
     count = len(gate_up)
-    width = gate_up.shape[1] // 2
+    width = gate(gate_up[:1, :, :1]).shape[1]  # of h
     zeros = partial(torch.zeros, device=gate_up.device)
     # Sums over token chunks, which are divided by the mass of all rows at the end.
     total, changes = zeros(count, width, width), None if source is None else zeros(count, width, width)
@@ -188,10 +188,10 @@ def collect_down_hessian(
     for number, chunk in timed_items("forced pass", numbered):  # the next chunk is prefetched meanwhile
         rows += len(chunk.x)
         if products.shape[1] != len(chunk.x):  # else the memory of the last chunk is used again
-            products = gate_up.new_empty(2 * count * width, len(chunk.x))
+            products = gate_up.new_empty(count * gate_up.shape[1], len(chunk.x))
         with phase("forced pass"):
             torch.mm(gate_up.flatten(0, 1), chunk.x.mT, out=products)
-            h = gate(products.view(count, 2 * width, -1))
+            h = gate(products.view(count, gate_up.shape[1], -1))
             good = usable_rows(h, 1) & chunk.usable  # (c, T); in the other rows h is meaningless
         with phase("Hessians"):
             # √w in the dtype of h, so that one operand serves both sides of the sum; and w is its square.

@@ -140,15 +140,16 @@ def _of_chunk(chunk: MoeInputs, experts: int) -> tuple[Tensor, Tensor, Tensor, T
     """
     chosen, usable = chunk.chosen.long(), chunk.usable.unsqueeze(-1)
     # Rows that are left out go to an expert after the last. A sort that is stable leaves rows in their order.
-    known = torch.where(usable, chosen, experts)
+    known = torch.where(usable, chosen.clamp(max=experts), experts)
     listed = torch.where(chunk.weight != 0, known, experts).flatten()
     order = listed.argsort(stable=True)
     counted = (route_counts(index, experts + 1)[:experts] for index in (listed, known))
     counts = torch.cat([*counted, chunk.usable.sum().view(1)])
     # scatter_add_, as in route_counts, is for whole numbers only: a GPU adds in the order in which its threads
-    # come. A token chooses an expert at most once, so here every number has an element of its own.
+    # come. A token chooses an expert at most once, so here every number but zeros has an element of its own.
     table = torch.zeros(len(chosen), experts, dtype=torch.float64, device=chosen.device)
-    squares = table.scatter_(1, chosen, chunk.weight.double().square()).sum(0)
+    square = chunk.weight.double().square().masked_fill_(chosen >= experts, 0)  # of experts without matrices
+    squares = table.scatter_add_(1, chosen.clamp(max=experts - 1), square).sum(0)
     return (order // chosen.shape[1]).int(), chunk.weight.flatten()[order], counts, squares
 
 

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import Gate, gate_of
-from quantizers.architectures.matrices import MATRICES, Matrix
+from quantizers.architectures.matrices import MATRICES, Matrix, first_parameter, matrices_of, split_first
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.device.timing import phase
@@ -63,7 +64,7 @@ def solve(
     router: Tensor | None,
     shape: Sequence[int],
     gate: Gate,
-    inner: bool = True,
+    inner: int = 1,
     settings: Experts,
     batch_size: int,
     residents: Residents,
@@ -77,7 +78,8 @@ def solve(
         offset: added to the stored norm by the model, 0 or 1.
         router: (E, H), or with more rows, if it reads the norm; else None.
         shape: E and H.
-        inner: whether AWQ's scale between w3 and w2 passes through the gate.
+        inner: the degree n of h in w3's rows, see gates.py: AWQ's scale s between w3 and w2 is s^(1/n) of w3. 0 where
+            none passes through the gate.
         batch_size: experts of an expert batch.
         dist: each process solves its share of the expert batches, which are those of one process, so that not even the
             shape of a matmul differs; all of them get the whole result.
@@ -106,7 +108,7 @@ def solve(
             folded, smooth = fold_norm(norm, scale, offset)
         router_weight = router.float() * smooth if router is not None else None
     within = settings if inner else settings.model_copy(update={"awq": False})
-    solve_next = partial(solve_batch, cache, weights, smooth, gate, within)
+    solve_next = partial(solve_batch, cache, weights, smooth, gate, within, degree=inner)
     results = [cache.within_memory(partial(solve_next, batches[first:])) for first in range(len(batches))]
     # Emptied on the way, so that nothing is in memory twice.
     rows = {name: torch.cat([result.pop(name) for result in results]) for name in list(results[0] if results else ())}
@@ -135,7 +137,14 @@ def solve(
 
 
 def solve_batch(
-    cache: HessianCache, weights: Weights, smooth: Tensor, gate: Gate, settings: Experts, waiting: Sequence[ExpertBatch]
+    cache: HessianCache,
+    weights: Weights,
+    smooth: Tensor,
+    gate: Gate,
+    settings: Experts,
+    waiting: Sequence[ExpertBatch],
+    *,
+    degree: int = 1,
 ) -> dict[str, Tensor]:
     """Scale and round the first of the waiting expert batches.
 
@@ -156,7 +165,8 @@ def solve_batch(
     collect = partial(collect_down_hessian, cache.chunks, routing, gate=gate, batch=batch)
     numbers = _zero_groups(source, down, settings.group_size)
     gate_up, down = source * smooth, down.float()
-    # w2's columns are multiplied by s (c, I), and w3's rows divided by it.
+    matrices = matrices_of(source, down)
+    # w2's columns are multiplied by s (c, I), and w3's rows divided by it, or by its root.
     s, rows = torch.ones_like(down[:, 0]), None
     # Otherwise w3's stored scales are divided after rounding.
     early = bool(settings.awq) and settings.scheme.coarse_scales
@@ -164,7 +174,7 @@ def solve_batch(
         every = max(1, routing.rows // (SEARCH_TOKENS * down.shape[-1]))
         s, searched = width_scale(down, collect(source, every=every), settings)
         numbers |= searched
-        rows = torch.cat([torch.ones_like(s), s], 1).unsqueeze(-1)
+        rows = torch.cat([torch.ones_like(s)] * (len(matrices) - 2) + [_root(s, degree)], 1).unsqueeze(-1)
         gate_up.div_(rows)
     # gate and up read the same inputs, so they share one factorization.
     with phase("rounding"):
@@ -184,27 +194,30 @@ def solve_batch(
     if inputs.changes is not None:
         with phase("rounding"):
             down = corrected(down, inputs.hessian, inputs.changes)
-    gate_codes, up_codes = codes.chunk(2, dim=1)
-    gate_scales, up_scales = scales.chunk(2, dim=1)
+    first_codes, first_scales = (list(split_first(tensor, len(matrices))) for tensor in (codes, scales))
     if settings.awq and not early:
         s, searched = width_scale(down, inputs, settings)
         numbers |= searched
         # w3's codes stay as they are. (Its scales are rounded to bfloat16 once more, by far less than the codes were.)
-        up_scales = divided(up_scales, up_codes, s)
+        first_scales[-1] = divided(first_scales[-1], first_codes[-1], _root(s, degree))
     if settings.awq:
         down.mul_(s.unsqueeze(1))
         fold_hessian(inputs.hessian, s)
     with phase("rounding"):
         down_codes, down_scales, down_divisor = _round(down, inputs.hessian, settings, "down", numbers)
-    by_kind = {"codes": (gate_codes, up_codes, down_codes), "scales": (gate_scales, up_scales, down_scales)}
+    by_kind = {"codes": [*first_codes, down_codes], "scales": [*first_scales, down_scales]}
     if divisor is not None and down_divisor is not None:
-        by_kind["global"] = (divisor, divisor, down_divisor)
+        by_kind["global"] = [*[divisor] * len(first_codes), down_divisor]
     if inputs.largest is not None:
         of_x = global_scale((cache.of_all.largest / smooth).amax()).expand(len(s))
-        by_kind["input"] = (of_x, of_x, global_scale((inputs.largest / s).amax(1)))
+        by_kind["input"] = [*[of_x] * len(first_codes), global_scale((inputs.largest / s).amax(1))]
     for kind, tensors in by_kind.items():
-        numbers |= {f"{kind}.{matrix}": tensor for matrix, tensor in zip(MATRICES, tensors, strict=True)}
+        numbers |= {f"{kind}.{matrix}": tensor for matrix, tensor in zip(matrices, tensors, strict=True)}
     return numbers | {"seen": inputs.seen, "dropped": inputs.dropped}
+
+
+def _root(s: Tensor, degree: int) -> Tensor:
+    return s if degree == 1 else s.pow(1 / degree)
 
 
 def _round(
@@ -287,7 +300,8 @@ def _errors(numbers: Numbers, tokens: int) -> dict[str, float]:
 
 def _zero_groups(gate_up: Tensor, down: Tensor, group: int) -> dict[str, Tensor]:
     """For each matrix `…_zero`, (c,) int64: the number of its groups that are all zero."""
-    matrices = zip(MATRICES, (*gate_up.chunk(2, dim=1), down), strict=True)
+    names = matrices_of(gate_up, down)
+    matrices = zip(names, (*split_first(gate_up, len(names)), down), strict=True)
     return {f"{matrix}_zero": grouped(weight, group).any(-1).logical_not_().sum((1, 2)) for matrix, weight in matrices}
 
 
@@ -295,7 +309,7 @@ def _zero_lines(numbers: Numbers, scales: Mapping[Matrix, Tensor]) -> list[str]:
     """A line for every expert's matrix with such groups."""
     return [
         f"expert {expert}: {matrix}: {count:.0f} of {scales[matrix][0].numel()} groups are all zero"
-        for matrix in MATRICES
+        for matrix in scales
         for expert, count in enumerate(numbers[f"{matrix}_zero"].tolist())
         if count
     ]
@@ -318,6 +332,11 @@ def _fallbacks(
     for matrix in ("gate_up", "down"):
         lines += damping_lines(matrix, numbers.get(f"damping.{matrix}", torch.empty(0)).tolist())
     return lines + _zero_lines(numbers, scales)
+
+
+def router_matrix(layer: torch.nn.Module, facts: Architecture) -> Tensor | None:
+    """The router's matrix in transformers' layer, if it must follow a scale that is folded into the norm."""
+    return layer.get_parameter(facts.in_transformers(facts.router.tensor)).data if facts.router_follows else None
 
 
 def solve_layer(
@@ -343,21 +362,21 @@ def solve_layer(
     """
     modules, norm = model.facts.modules, None if norm is None else norm.to(model.device)
     experts: Any = layer.module.get_submodule(modules.experts)
-    own_gate = model.facts.of_layer(layer.number).own_gate
+    kind = model.facts.of_layer(layer.number)
     if settings.engine == "gram":
-        router: Any = layer.module.get_submodule(modules.router) if model.facts.router_follows else None
+        router = router_matrix(layer.module, model.facts)
         accelerator, facts = is_accelerator(model.device), model.facts
         return solve(
             moe_inputs.chunks(model.device, tokens_per_chunk(accelerator), check),
             weights,
             norm=norm,
             offset=model.facts.norm.offset if model.facts.norm else 0,
-            router=router and router.weight.data,
-            shape=(facts.num_experts, facts.hidden_size),
-            gate=gate_of(experts, own_gate),
-            inner=not own_gate,
+            router=router,
+            shape=(facts.num_experts, facts.expert_inputs),
+            gate=gate_of(experts, kind.own_gate),
+            inner=kind.inner,
             settings=settings,
-            batch_size=experts_per_batch(accelerator, facts.hidden_size, facts.expert_width),
+            batch_size=experts_per_batch(accelerator, facts.expert_inputs, facts.expert_width),
             residents=residents,
             dist=dist,
         )
@@ -371,6 +390,8 @@ def solve_layer(
         norm,
         compensate_router=model.facts.router_follows,
     )
-    zero = _zero_groups(experts.gate_up_proj.data, experts.down_proj.data, settings.group_size)
+    zero = _zero_groups(
+        experts.get_parameter(first_parameter(experts)).data, experts.down_proj.data, settings.group_size
+    )
     solved.fallbacks.extend(_zero_lines(zero, solved.scales))
     return solved

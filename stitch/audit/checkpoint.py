@@ -18,13 +18,15 @@ from typing import Any
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.families import Own, architecture_for
+from quantizers.architectures.families import Own
 from quantizers.checkpoint.loaded_tensors import prefetched_tensors
 from quantizers.checkpoint.reader import CONFIG, WEIGHTS, Checkpoint, open_folder, side_files
 from quantizers.checkpoint.remote import HubFiles
-from quantizers.checkpoint.safetensors_header import FP8, Spec
-from quantizers.formats.format import SCALE, ExpertFormat, format_of_experts
+from quantizers.checkpoint.safetensors_header import FLOATING, Spec
+from quantizers.formats.format import PACKED, SCALE, ExpertFormat, format_of_experts
 from quantizers.formats.fp8 import ROWS, block_size, has_kv_scales
+from quantizers.formats.lossless import TARGETS
+from quantizers.formats.stored_matrices import architecture_of, quantized_matrices
 from quantizers.formats.tensor_names import published_names, split_fused_experts
 from quantizers.output.journal import MISSING, ShardDigest, differences, short_value
 from quantizers.output.manifest import read_record
@@ -37,7 +39,7 @@ from quantizers.system.errors import CheckpointError, RecipeError
 from quantizers.system.files import file_sha256
 from quantizers.system.thread_map import thread_map
 
-from .layer import NOT_COMPENSATED, LayerAudit, audit_kept, audit_layer
+from .layer import NOT_COMPENSATED, LayerAudit, audit_kept, audit_layer, global_scales
 
 # Endings and names of other files that a loader reads or runs.
 LOADED = (".py", ".json", ".jinja", ".model", ".tiktoken")
@@ -51,6 +53,7 @@ class Audit:
     tensors: int = 0  # of the source, accounted for
     kept: int = 0  # compared byte for byte
     converted: int = 0  # compared with what the formula makes of the source's
+    values: int = 0  # in those, where experts are converted and each value was compared
     differences: list[str] = field(default_factory=list)  # one line each, starting with the tensor's name
     weight_error: list[float] = field(default_factory=list)  # per layer, see `LayerAudit`
     digests_checked: bool = False  # whether there were digests from when the shards were written
@@ -61,6 +64,7 @@ class Audit:
         self.tensors += layer.tensors
         self.kept += layer.kept
         self.converted += layer.converted
+        self.values += layer.values
         self.differences += layer.differences
         if layer.weight_error is not None:
             self.weight_error.append(layer.weight_error)
@@ -74,7 +78,9 @@ class Audit:
             "differences": self.differences,
             "weight_error": self.weight_error,
             "digests_checked": self.digests_checked,
-        } | ({"converted_matrices": self.converted} if self.converted else {})
+            **({"converted_matrices": self.converted} if self.converted else {}),
+            **({"values": self.values} if self.values else {}),
+        }
 
 
 def verify(
@@ -87,6 +93,7 @@ def verify(
     *,
     own: Own = None,
     remote: HubFiles | None = None,
+    convert: str | None = None,
 ) -> Audit:
     """Compare a finished checkpoint in a folder with its source.
 
@@ -98,14 +105,17 @@ def verify(
             `digests` only, bypassing the system's file cache, and no tensor is read a second time.
         own: the architecture, or a file of the user's with it; None for a kept or a derived one.
         remote: has shards that are not in the folder: their hashes there are compared.
+        convert: what its experts were converted to; None to read that from its report.json, if they were.
 
     Raises:
         CheckpointError: the source is damaged. Damage to the candidate is a difference.
     """
     audit = Audit()
-    facts = architecture_for(source.config, str(source.folder / CONFIG), own, source.tensors)
+    facts = architecture_of(source, own)
     source = split_fused_experts(source, facts)
-    recorded = recorded_digests(read_record(folder)) if digests is None else digests
+    record = read_record(folder)
+    recorded = recorded_digests(record) if digests is None else digests
+    convert = convert or _recorded_conversion(record)
     audit.digests_checked = bool(recorded)
     audit.differences += _side_file_differences(folder, source.folder)
 
@@ -124,20 +134,20 @@ def verify(
     try:
         candidate = open_folder(folder, strays=True, remote=remote)
         renamed = published_names(candidate, facts)
-        schemes = stored_schemes(renamed, facts)
+        schemes = stored_schemes(renamed, facts) if convert is None else []
     except CheckpointError as failure:
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
     try:
         attention = stored_attention(source, candidate, facts)
         kv_cache = has_kv_scales(candidate.config) or any(name.endswith(KV_SCALES) for name in candidate.tensors)
-        plan = stored_plan(source, facts, schemes, attention, kv_cache=kv_cache)
+        plan = stored_plan(source, facts, schemes, attention, kv_cache=kv_cache, convert=convert)
     except RecipeError as failure:  # made so that it cannot be served
         audit.differences.append(str(failure))
         return _ordered(audit, folder)
     plan = plan.with_norms_kept(list(_unfolded(plan, source, renamed, facts)))
     audit.differences += _header_differences(plan, facts, candidate)
-    config = output_config(source.config, facts, plan, plan.fp8_form(block_size(source)))
+    config = output_config(source.config, facts, plan)
     audit.differences += _config_differences(candidate.config, config, ours=audit.digests_checked)
     audit.differences += strays(folder, {info.file.name for info in candidate.tensors.values()})
     if audited is not None:
@@ -156,8 +166,11 @@ def verify(
             if not all(0 < value < math.inf for value in values):
                 of_layer.differences.append(f"{name}: is {values}, and a positive number is needed")
         if layer is not None and layer < plan.layers:
-            bits = schemes[layer].bits
-            audit_layer(layer, facts, layer_source, renamed, bits=bits, device=device, audit=of_layer)
+            if convert is None:
+                bits = schemes[layer].bits
+                audit_layer(layer, facts, layer_source, renamed, bits=bits, device=device, audit=of_layer)
+            elif layer in facts.moe_layers:
+                of_layer.differences += global_scales(layer, facts, candidate)
             step(f"layer {layer}")
         audit.add(of_layer)
     return _ordered(audit, folder)
@@ -170,29 +183,47 @@ def stored_plan(
     attention: Attention = "keep",
     *,
     kv_cache: bool = False,
+    convert: str | None = None,
 ) -> Plan:
     """The plan for a source, each layer's scheme, the conversion of other linear modules, and scales of a cache.
 
-    It has the settings of the recipe that folds all it can.
+    It has the settings of the recipe that folds all it can, or of the one that converts; then there are no schemes.
     """
-    experts = Experts.model_validate({"format": schemes[0].name})
+    experts = Experts.model_validate({"convert": convert} if convert is not None else {"format": schemes[0].name})
     specs = {name: Spec(info.dtype, info.shape) for name, info in source.tensors.items()}
     where, block = str(source.folder), block_size(source)
-    return make_plan(facts, specs, experts, where, block, attention, kv_cache=kv_cache).with_schemes(schemes)
+    matrices = quantized_matrices(source.tensors, source.config, where)
+    plan = make_plan(facts, specs, experts, where, block, attention, kv_cache=kv_cache, matrices=matrices)
+    return plan if convert is not None else plan.with_schemes(schemes)
+
+
+def _recorded_conversion(record: Mapping[str, Any]) -> str | None:
+    """Return what a report says that the experts were converted to; None if they were quantized, or it is damaged."""
+    conversion = record.get("conversion")
+    to = conversion.get("to") if isinstance(conversion, Mapping) else None
+    return to if isinstance(to, str) and to in TARGETS else None
 
 
 def stored_attention(source: Checkpoint, candidate: Checkpoint, facts: Architecture) -> Attention:
-    """Conversion of linear modules other than experts, from the first one whose dtype differs from the source's."""
+    """Conversion of linear modules other than experts, from the first one that is quantized in one of both alone."""
     for layer in range(facts.num_layers):
         for module in (facts.layer(layer, name) for name in facts.of_layer(layer).linears):
-            before, now = (checkpoint.tensors.get(f"{module}.weight") for checkpoint in (source, candidate))
-            if before is None or now is None or (before.dtype == FP8) == (now.dtype == FP8):
+            before, now = (_is_plain(checkpoint, module) for checkpoint in (source, candidate))
+            if before is None or now is None or before == now:
                 continue
-            if now.dtype != FP8:
+            if now:
                 return "bf16"
-            scale = candidate.tensors.get(f"{module}.{SCALE}")
-            return "fp8" if scale is None or scale.shape == ROWS.scale_shape(now.shape) else "fp8-block"
+            weight, scale = (candidate.tensors.get(f"{module}.{last}") for last in ("weight", SCALE))
+            return "fp8" if weight and (not scale or scale.shape == ROWS.scale_shape(weight.shape)) else "fp8-block"
     return "keep"
+
+
+def _is_plain(checkpoint: Checkpoint, module: str) -> bool | None:
+    """Whether a module's weight is stored as plain numbers; None if there is none."""
+    if f"{module}.{PACKED}" in checkpoint.tensors:
+        return False
+    weight = checkpoint.tensors.get(f"{module}.weight")
+    return None if weight is None else weight.dtype in FLOATING
 
 
 def _unfolded(plan: Plan, source: Checkpoint, candidate: Checkpoint, facts: Architecture) -> Iterator[int]:
@@ -298,7 +329,7 @@ def stored_schemes(experts: Checkpoint, facts: Architecture) -> list[ExpertForma
     Raises a CheckpointError if they are in no format that experts can be quantized to.
     """
     schemes = {
-        layer: format_of_experts(experts, [facts.expert(layer, number, "gate") for number in range(facts.num_experts)])
+        layer: format_of_experts(experts, [facts.expert(layer, number, "down") for number in range(facts.num_experts)])
         for layer in facts.moe_layers
     }
     return [schemes.get(layer, schemes[facts.moe_layers[0]]) for layer in range(facts.num_layers)]

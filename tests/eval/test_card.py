@@ -338,6 +338,7 @@ IN_BLOCKS = kinds(
     (SHARED, "keep"),
 )
 ROW = {"tensors": 1, "bytes_before": 1, "bytes_after": 1}
+ROWS, BLOCKS = ["FP8 per channel"], ["FP8 block 128x128"]
 
 
 def with_plan(report: Report, **changes: Any) -> Report:
@@ -347,7 +348,9 @@ def with_plan(report: Report, **changes: Any) -> Report:
 
 def test_a_card_says_what_is_kept_besides_attention_and_in_which_form(published: Report) -> None:
     mtp = {"layers": [92], "bytes": 4_321_000_000}
-    text = model_card(checked(with_plan(published, layers=92, dense_layers=[0, 1, 2], mtp=mtp, kinds=PER_ROW)))
+    text = model_card(
+        checked(with_plan(published, layers=92, dense_layers=[0, 1, 2], mtp=mtp, kinds=PER_ROW, kept_forms=ROWS))
+    )
     assert (
         "Passed through, in FP8 with a scale per row: attention (`q_proj`, `o_proj`); the MLP of layers 0, 1, 2, "
         "without routed experts; the shared experts. Layer 92 predicts further tokens, for speculative decoding "
@@ -355,7 +358,9 @@ def test_a_card_says_what_is_kept_besides_attention_and_in_which_form(published:
     ) in text
     assert "(89 layers, " in text
     actions = {"keep": ROW, "rename": ROW, "quantize": ROW}
-    text = model_card(checked(with_plan(published, layers=61, dense_layers=[0], kinds=IN_BLOCKS, actions=actions)))
+    text = model_card(
+        checked(with_plan(published, layers=61, dense_layers=[0], kinds=IN_BLOCKS, kept_forms=BLOCKS, actions=actions))
+    )
     assert (
         "Passed through, in FP8 with a scale per block: attention (`kv_a_proj_with_mqa`, `kv_b_proj`); the MLP of "
         "layer 0," in text
@@ -363,7 +368,7 @@ def test_a_card_says_what_is_kept_besides_attention_and_in_which_form(published:
     assert "MTP" not in text
     plain = [row for row in PER_ROW if not row["kind"].endswith("_scale")]
     assert "Passed through, in 16 bits: attention (`q_proj`, `o_proj`); the shared experts." in model_card(
-        checked(with_plan(published, kinds=plain))
+        checked(with_plan(published, kinds=plain, kept_forms=[]))
     )
 
 
@@ -372,7 +377,7 @@ def test_a_card_speaks_of_folded_norms_only_where_there_are_any(published: Repor
     assert "folded into the norm and compensated in the router;" in folded
     assert "the ratio of the folded norm, each expert against its source matrix." in folded
     assert "Passed through, in" not in folded
-    kept = model_card(checked(with_plan(published, kinds=PER_ROW)))
+    kept = model_card(checked(with_plan(published, kinds=PER_ROW, kept_forms=ROWS)))
     assert "folded" not in kept
     assert "within each expert (no norm and no router is changed: the shared experts read these norms too);" in kept
     assert "Each expert was checked against its source matrix." in kept

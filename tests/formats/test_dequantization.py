@@ -195,7 +195,7 @@ def test_a_broken_packed_weight_is_a_checkpoint_error(name: str, tmp_path: Path)
 BROKEN_NVFP4: dict[str, dict[str, torch.Tensor | None]] = {
     "no scale": {"weight_scale": None},
     "no scale of the matrix": {"weight_global_scale": None},
-    "MXFP4's scales": {"weight_scale": torch.ones(6, 4, dtype=torch.uint8), "weight_global_scale": None},
+    "MXFP4's scales": {"weight_scale": torch.ones(6, 4, dtype=torch.uint8)},
     "scales of another dtype": {"weight_scale": torch.ones(6, 8).bfloat16()},
     "groups of 32": {"weight_scale": torch.ones(6, 4).to(torch.float8_e4m3fn)},
     "scale of other rows": {"weight_scale": torch.ones(5, 8).to(torch.float8_e4m3fn)},

@@ -13,6 +13,8 @@ import quantizers
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.format import ExpertFormat, QuantizedFormat, expert_formats, format_of
 from quantizers.formats.fp8 import BLOCKS, ROWS, Fp8Blocks
+from quantizers.formats.mxfp4 import Mxfp4
+from quantizers.formats.mxfp8 import Mxfp8
 from quantizers.formats.nvfp4 import Nvfp4
 from quantizers.formats.packed_integers import CANDIDATES, Integers
 from quantizers.formats.plain import BF16
@@ -20,7 +22,7 @@ from quantizers.recipe.schema import Experts, Format
 from quantizers.serving.kernels import EXPERT_KERNELS
 
 EXPERTS: list[ExpertFormat] = [*CANDIDATES, Integers(5, 64), Nvfp4(16), Nvfp4(4)]
-DECLARED: list[QuantizedFormat] = [*EXPERTS, ROWS, BLOCKS, Fp8Blocks(64, 32)]
+DECLARED: list[QuantizedFormat] = [*EXPERTS, ROWS, BLOCKS, Fp8Blocks(64, 32), Mxfp8(), Mxfp4()]
 CODE = Path(quantizers.__file__).parent
 # Rooms and files that may ask for the name: the formats themselves, the recipe's literal, and the servers' rules.
 MAY_ASK = ("formats/", "recipe/schema.py", "serving/check.py", "serving/engines.py", "serving/kernels.py")
@@ -40,7 +42,7 @@ def test_a_format_is_found_again_by_what_the_report_says_of_it(form: ExpertForma
 @pytest.mark.parametrize("form", DECLARED, ids=str)
 def test_a_config_group_declares_one_format(form: QuantizedFormat) -> None:
     group = form.config_group()
-    known = (*expert_formats().values(), type(ROWS), Fp8Blocks)
+    known = {*expert_formats().values(), type(ROWS), Fp8Blocks, Mxfp8, Mxfp4}
     declared = [one for kind in known if (one := kind.of_config_group(group["weights"], group["input_activations"]))]
     assert declared == [form]
 

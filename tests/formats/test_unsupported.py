@@ -13,6 +13,7 @@ import torch
 from awq_gptq import Kind
 from commands import Command
 from hub_stand_in import HubStandIn, reached
+from low_bits import MINIMAX, QUARK
 from safetensors.torch import save_file
 
 from quantizers.checkpoint.reader import Checkpoint
@@ -25,11 +26,17 @@ SECTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "EXL2": ({"quant_method": "exl2", "bits": 4.0}, "evaluate it with exllamav2's test_inference.py"),
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "save model.dequantize() with"),
     "HQQ": ({"quant_method": "hqq"}, "evaluate it with the program that made it; here give the checkpoint that it"),
-    "NVFP4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_method is 'modelopt', which is not"),
-    "MXFP4": ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4', which is not supported"),
-    "compressed-tensors' MXFP4": (
-        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": {}},
-        "format 'mxfp4-pack-quantized' is not one of",
+    "ModelOpt's blocks": (
+        {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"},
+        "quant_algo is 'FP8_PB_WO', and only FP8, FP8_PER_CHANNEL_PER_TOKEN, MIXED_PRECISION, MXFP8, NVFP4,",
+    ),
+    "Quark's FP8": (
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}},
+        "Quark's global_quant_config.weight is no MXFP4 (dtype fp4, group_size 32, scale_format e8m0)",
+    ),
+    "compressed-tensors' sparse format": (
+        {"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}},
+        "format 'marlin-24' is not one of",
     ),
     "rotated activations": (
         {"quant_method": "compressed-tensors", "config_groups": {}, "transform_config": {"config_groups": {}}},
@@ -116,13 +123,19 @@ def test_mlx_and_words_without_a_section_are_refused(tmp_path: Path, command: Co
     assert json.loads((old / "config.json").read_text())["quantization_config"] is None
 
 
-@pytest.mark.parametrize("kind", [Kind("awq"), Kind("gptq", bits=8)])
-def test_verify_points_to_eval_for_autoawq_and_gptq(kind: Kind, tmp_path: Path, command: Command) -> None:
+OF_OTHERS = [Kind("awq").section(), Kind("gptq", bits=8).section(), MINIMAX, QUARK]
+
+
+@pytest.mark.parametrize("section", OF_OTHERS, ids=lambda section: section["quant_method"])
+def test_verify_points_to_eval_for_other_programs_files(
+    section: dict[str, Any], tmp_path: Path, command: Command
+) -> None:
     source = tiny.make(tmp_path / "source")
-    other = tiny.make(tmp_path / "other", quantization_config=kind.section())
+    other = tiny.make(tmp_path / "other", quantization_config=section)
     assert command("verify", other, "--source", source, "--device", "cpu") == 2
     line = refused(command)
-    assert f"{other}/config.json: quantization_config.quant_method is '{kind.layout}'; `verify` checks" in line
+    method = section["quant_method"]
+    assert f"{other}/config.json: quantization_config.quant_method is '{method}'; `verify` checks" in line
     assert line.endswith(f"measure this one with `quantize eval {source} {other} --data held-out`")
 
 
@@ -162,6 +175,8 @@ FOUR_BITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "bitsandbytes": ({"quantization_config": {"load_in_4bit": True}}, "quantization_config.load_in_4bit is True"),
 }
+# Those that are read, and so may be accepted.
+READ = ("Kimi-K2-Thinking", "Kimi-K2.5", "DeepSeek-V4", "in the section", "NVFP4", "bitsandbytes")
 NOT_FOUR_BITS: list[dict[str, Any]] = [
     tiny.config(),
     {},
@@ -182,9 +197,8 @@ def test_a_model_in_four_bits_is_refused_by_file_and_key(name: str) -> None:
     line = str(refused.value)
     assert line.startswith("here/config.json: ")
     assert said in line
-    assert line.endswith(
-        "already has 4-bit weights, so there is nothing to quantize; give the model's FP8 or BF16 release"
-    )
+    assert "already has 4-bit weights, so there is nothing to quantize; give the model's FP8 or BF16 release" in line
+    assert ("source.accept_quantized: true" in line) == (name in READ)
 
 
 def test_any_other_config_is_left_to_the_checks_that_follow() -> None:

@@ -74,7 +74,7 @@ def test_they_lie_in_the_shard_of_their_layer_or_in_the_last() -> None:
 def test_they_change_nothing_else_in_the_plan() -> None:
     plain, plan = planned(FACTS, TENSORS), planned(with_unread(*PATTERNS), TENSORS | SPECS)
     assert tuple(action for action in plan.actions if action.kind != "carry") == plain.actions
-    assert plan.fp8_form((128, 128)) == Fp8Blocks(128, 128)
+    assert plan.kept_forms == [Fp8Blocks(128, 128)]
     assert device_memory(plan, FACTS, 64, False, None) == device_memory(plain, FACTS, 64, False, None)
 
 

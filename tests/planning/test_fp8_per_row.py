@@ -22,7 +22,9 @@ from quantizers.system.errors import CheckpointError
 ATTENTION_SCALE = "model.layers.1.self_attn.o_proj.weight_scale"
 EXPERT_SCALE = "model.layers.0.block_sparse_moe.experts.3.w2.weight_scale"
 BLOCKS = Fp8Blocks(*BLOCK)
-MODEL, IN_BLOCKS = tiny_model(quantization_config=PER_ROW), tiny_model()
+SECTION = copy.deepcopy(PER_ROW)
+SECTION["config_groups"]["group_0"]["targets"] = ["Linear"]
+MODEL, IN_BLOCKS = tiny_model(quantization_config=SECTION), tiny_model()
 TENSORS = MODEL.tensors
 
 
@@ -35,16 +37,14 @@ def test_a_config_alone_gives_the_tensors_with_a_scale_for_each_row() -> None:
 
 
 def test_blocks_of_compressed_tensors_are_planned_as_those_of_fp8_but_for_the_scales_name() -> None:
-    section = copy.deepcopy(PER_ROW)
+    section = copy.deepcopy(SECTION)
     section["config_groups"]["group_0"]["weights"] |= {"strategy": "block", "block_structure": [128, 128]}
     model = tiny_model(quantization_config=section)
     assert model.tensors == {name.replace("_scale_inv", "_scale"): spec for name, spec in IN_BLOCKS.tensors.items()}
     plan, other = model.plan(), IN_BLOCKS.plan()
     assert plan.shards() == other.shards()
-    assert plan.fp8_form(BLOCK) == other.fp8_form(BLOCK) == BLOCKS
-    assert output_config(model.config, model.facts, plan, BLOCKS) == output_config(
-        IN_BLOCKS.config, IN_BLOCKS.facts, other, BLOCKS
-    )
+    assert plan.kept_forms == other.kept_forms == [BLOCKS]
+    assert output_config(model.config, model.facts, plan) == output_config(IN_BLOCKS.config, IN_BLOCKS.facts, other)
 
 
 def test_a_kept_scale_keeps_its_name_and_an_experts_is_dropped() -> None:
@@ -54,7 +54,7 @@ def test_a_kept_scale_keeps_its_name_and_an_experts_is_dropped() -> None:
     assert actions[ATTENTION_SCALE].outputs == {ATTENTION_SCALE: TENSORS[ATTENTION_SCALE]}
     assert actions[EXPERT_SCALE].kind == "drop"
     assert all(action.kind != "rename" for action in plan.actions)
-    assert plan.fp8_form(BLOCK) == ROWS
+    assert plan.kept_forms == [ROWS]
 
 
 def test_a_bfloat16_scale_is_kept_as_it_is() -> None:
@@ -73,7 +73,7 @@ def test_both_forms_in_one_checkpoint_are_refused_by_name(name: str) -> None:
     ("spec", "said"),
     [
         (Spec("F32", (128,)), r"has shape .*, config.json says \[128, 1\]"),
-        (Spec("F32", (1, 1)), r"is a scale for the whole matrix; of FP8 only F32 or BF16 scales of rows or blocks"),
+        (Spec("F32", (1, 1)), r"is a scale for the whole matrix; of FP8 only scales of rows or blocks"),
         (Spec("F32", (128, 2)), r"is a scale for 32 columns of each row"),
         (Spec("F8_E8M0", (128, 1)), r"is a scale in E8M0, powers of two in a byte"),
     ],
@@ -89,15 +89,14 @@ def test_a_config_alone_with_other_weights_of_compressed_tensors_is_refused(chan
     section["config_groups"]["group_0"]["weights"] |= change
     for wrong in (section, section | {"config_groups": {}}, section | {"config_groups": [1]}):
         with pytest.raises(
-            CheckpointError, match=r"^config.json: quantization_config.config_groups: .* strategy channel"
+            CheckpointError,
+            match=r"^config.json: quantization_config.config_groups: group_0: .* no so",
         ):
             tiny_model(quantization_config=wrong)
 
 
 def test_rows_divide_among_cards_where_blocks_do_not() -> None:
-    plan = MODEL.plan()
-    forms: list[Fp8] = [ROWS, BLOCKS]
-    rows, blocks = (serving_model(plan, MODEL.facts, MODEL.config, form) for form in forms)
+    rows, blocks = (serving_model(model.plan(), model.facts, model.config) for model in (MODEL, IN_BLOCKS))
     assert tensor_parallel_problem(rows, 2) is None
     assert (
         tensor_parallel_problem(blocks, 2)
@@ -112,9 +111,9 @@ def test_scales_take_no_memory_of_their_own_as_weights() -> None:
 
 def read_by_servers(form: Fp8, model: Model) -> ServingCheck:
     """How servers read an output with the model's tensors whose config says this form."""
-    plan = model.plan()
-    written = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
-    return check(output_config(MODEL.config, MODEL.facts, plan, form), written, MODEL.facts)
+    declared = MODEL if form == ROWS else IN_BLOCKS
+    written = {name: spec for action in model.plan().actions for name, spec in action.outputs.items()}
+    return check(output_config(declared.config, declared.facts, declared.plan()), written, MODEL.facts)
 
 
 def test_servers_find_the_form_that_the_config_says() -> None:
@@ -122,7 +121,7 @@ def test_servers_find_the_form_that_the_config_says() -> None:
     assert found.findings == []
     assert {rows[ATTENTION] for rows in found.schemes.values()} == {"FP8 per channel"}
     assert found.tensor_parallel[2] == "ok"
-    section = output_config(MODEL.config, MODEL.facts, MODEL.plan(), ROWS)["quantization_config"]
+    section = output_config(MODEL.config, MODEL.facts, MODEL.plan())["quantization_config"]
     assert section["config_groups"]["attention_fp8_channel"] == {
         "targets": [r"re:.*self_attn\.(q|k|v|o|qkv)_proj$"],
         "format": "float-quantized",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from planned import BLOCK, published, published_with
+from planned import published, published_with
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.derive import KEYS
@@ -44,7 +44,7 @@ def served(model: str, **changes: Any) -> serving_memory.Model:
     """With few experts, which decide nothing here but the weights' bytes, and other changes to config.json."""
     small = published(model, experts=16, **changes)
     plan = small.plan()
-    return serving_memory.serving_model(plan, small.facts, small.config, plan.fp8_form(BLOCK))
+    return serving_memory.serving_model(plan, small.facts, small.config)
 
 
 @pytest.mark.parametrize("model", SIZES)
@@ -102,7 +102,7 @@ def test_shipped_recipes_are_planned_offline() -> None:
         )
         assert model.startswith("..") or (published_config(model) is None) == derived, path.name
     job = prepare("mixtral-8x7b-instruct-int4", offline_facts=True)
-    assert job.fp8 is None
+    assert not job.plan.kept_forms
     assert "the built-in architecture spec of mistralai/Mixtral-8x7B-Instruct-v0.1" in job.basis
 
 
@@ -196,7 +196,7 @@ def test_facts_that_do_not_say_what_gpus_hold_are_refused_for_gpus_alone(key: st
     model = published("zai-org/GLM-4.7-Flash", experts=8)
     old = replace(model, facts=model.facts.model_copy(update={key: None}))
     with pytest.raises(InputError, match=r"is not known here for glm4_moe_lite$") as why:
-        serving_memory.serving_model(old.plan(), old.facts, old.config, None)
+        serving_memory.serving_model(old.plan(), old.facts, old.config)
     assert tensor_parallel(1, old.facts, []) == str(why.value)
 
 

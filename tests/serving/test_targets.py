@@ -41,11 +41,10 @@ def section_of(family: str, schemes: list[Integers]) -> tuple[dict[str, Any], di
     """The quantization_config of a model of LAYERS layers, whose schemes take turns, and the scheme of each layer."""
     config = families.config(family, num_hidden_layers=LAYERS)
     facts = architecture_for(config, "x")
-    fp8 = FORMS[family]
     plan = make_plan(facts, expected_tensors(facts, config, "x"), Experts(), "x", (128, 128))
     turns = {layer: schemes[layer % len(schemes)] for layer in plan.quantized_layers}
     plan = plan.with_schemes([turns.get(layer, schemes[0]) for layer in range(LAYERS)])
-    return output_config(config, facts, plan, fp8)["quantization_config"], turns
+    return output_config(config, facts, plan)["quantization_config"], turns
 
 
 def hits(section: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -112,13 +111,11 @@ def test_made_targets_give_each_module_the_scheme_of_written_ones(family: str, s
 
     config = families.config(family)
     facts = architecture_for(config, "x")
-    section = config.get("quantization_config")
-    fp8: Fp8 | None = None if section is None else BLOCKS if "weight_block_size" in section else ROWS
     plan = make_plan(facts, expected_tensors(facts, config, "x"), Experts(), "x", (128, 128))
     plan = plan.with_schemes([schemes[layer % len(schemes)] for layer in range(plan.layers)])
     answers = []
     for known in (facts, facts.model_copy(update={"targets": None})):
-        rules = read_rules(output_config(config, known, plan, fp8)["quantization_config"])
+        rules = read_rules(output_config(config, known, plan)["quantization_config"])
         modules = model_modules(facts)
         asked = [(one.asked, one.scheme, one.refused) for engine in SERVERS for one in
                  server_lookups(engine, facts, rules, modules)]  # fmt: skip
@@ -167,7 +164,9 @@ def plan_of(kept: dict[str, str], layers: int = 4) -> Plan:
         start, _, rest = name.partition(prefix)
         layer_or_none = int(rest.partition(".")[0]) if rest and not start else None
         spec, kind = Spec(dtype, (64, 64)), "keep" if layer_or_none is not None else "carry"
-        actions.append(Action(f"{name}.weight", spec, cast(Kind, kind), {f"{name}.weight": spec}, layer_or_none))
+        form = BLOCKS if dtype == IN_FP8 else None
+        outputs = {f"{name}.weight": spec}
+        actions.append(Action(f"{name}.weight", spec, cast(Kind, kind), outputs, layer_or_none, written=form))
     return Plan(tuple(actions), layers, Experts(), (Integers(4, 32),) * layers)
 
 
@@ -175,7 +174,7 @@ def made_section(kept: dict[str, str]) -> dict[str, Any]:
     facts = architecture_for(families.config("qwen3_moe"), "x").model_copy(
         update={"targets": None, "layer_prefix": "model.language_model.layers.{layer}.", "servers": {}}
     )
-    return quantization_config(facts, plan_of(kept), BLOCKS)
+    return quantization_config(facts, plan_of(kept))
 
 
 def in_layers(modules: dict[str, str], layers: Iterable[int]) -> dict[str, str]:

@@ -48,6 +48,9 @@ LOADED = {
     "jamba": "JambaForCausalLM",
     "laguna": "LagunaForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
+    "llama4": "Llama4ForCausalLM",
+    "llama4 with vision": "Llama4ForConditionalGeneration",
+    "longcat_flash": "LongcatFlashForCausalLM",
     "mimo_v2_flash": "MiMoV2FlashForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
@@ -67,8 +70,17 @@ LOADED = {
 }  # fmt: skip
 # The only problems of types that it loads: a norm of a dense layer that its class has and never reads; and the router's
 # correction, which laguna's class passes over without a word.
+QK_TURNED = [  # Llama 4's rotation takes pairs of neighbours, vLLM's halves: it turns these rows around on loading
+    r"(language_model\.)?model\.layers\.\d\.self_attn\.[qk]_proj\.weight: found in 0 places of vLLM's model",
+    r"(language_model\.)?model\.layers\.\d\.self_attn\.qkv_proj\.weight: 24576 of 32768 elements belong to no stored",
+]
 PROBLEMS = {
     "axk1": [r"model\.layers\.0\.post_mlp_layernorm\.weight: 128 of 128 elements were never written"],
+    **dict.fromkeys(("llama4", "llama4 with vision"), QK_TURNED),
+    "longcat_flash": [  # vLLM multiplies a factor into these norms
+        r"model\.layers\.[01]\.self_attn\.[01]\.(q_a|kv_a)_layernorm\.weight: found in 0 places of vLLM's model",
+        r"model\.layers\.[01]\.self_attn\.[01]\.(q_a|kv_a)_layernorm\.weight: 64 of 64 elements belong to no stored",
+    ],
     "laguna": [
         r"model\.layers\.[123]\.mlp\.experts\.e_score_correction_bias: found in 0 places of vLLM's model",
         r"model\.layers\.[123]\.mlp\.experts\.routed_experts\.e_score_correction_bias: 8 of 8 elements were never",
@@ -79,6 +91,8 @@ GATED_DELTA = "CPU GDN attention requires BF16"
 NOT_COMPUTED = {
     "axk2": "'NoneType' object is not subscriptable",
     "jamba": "'_C' object has no attribute 'selective_scan_fwd'",
+    **dict.fromkeys(("llama4", "llama4 with vision"), "attn_chunk_size 16 is not divisible by block_size 128"),
+    "longcat_flash": "Head dimension 48 is not supported by MLA",
     "mimo_v2_flash": "module 'triton' has no attribute 'next_power_of_2'",
     "phimoe": "too many values to unpack",
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe as published", "qwen3_5_moe with vision", "qwen3_next"), GATED_DELTA),
@@ -104,6 +118,7 @@ REFUSED = {
     "kimi_linear": "No module named 'cutlass'",
     "minimax": "Layer 0 (linear_attention) does not dispatch through the Transformers attention interface",
     "minimax_m3_vl with vision": "object has no attribute 'img_token_compression_config'",
+    **dict.fromkeys(("nemotron_h", "nemotron_h latent"), "is_act_and_mul=False is supported only for CUDA, XPU and"),
     "qwen3_omni_moe": "Invalid type of HuggingFace processor",
     "qwen4_exp": "pin_memory=True requires a CUDA or other accelerator backend",
     "qwen4_exp with vision": "'Qwen4ExpVisionConfig' object has no attribute 'deepstack_visual_indexes'",
@@ -117,12 +132,12 @@ IN_CI = (
 )  # fmt: skip
 WANTED = os.environ.get("QUANTIZERS_TEST_VLLM_TYPES")  # environment variable
 TRIED = tuple(WANTED.split(",")) if WANTED else IN_CI
-TRIED = tuple(sorted(LOADED | REFUSED)) if TRIED == ("all",) else TRIED
+TRIED = tuple(sorted((LOADED | REFUSED).keys() - zoo.LATER)) if TRIED == ("all",) else TRIED
 
 
 def test_every_type_is_loaded_or_has_a_reason() -> None:
     derived = {name for name in zoo.TYPES if name not in zoo.REFUSED and name not in known()}
-    assert {*LOADED} | {*REFUSED} == derived
+    assert ({*LOADED} | {*REFUSED}) - zoo.LATER == derived
     assert not {*LOADED} & {*REFUSED}
 
 

@@ -223,6 +223,23 @@ def slow_quantized(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch
     return quantize(weight, scale, zero, arguments, dtype=torch.int8), scale * turned
 
 
+@pytest.mark.parametrize(("degree", "bits"), [(2, 4), (2, 8), (1, 4), (0, 8)])
+def test_experts_without_a_gate_compute_what_the_source_does(degree: int, bits: int) -> None:
+    """With a scale between up and down that is exact: none but the right power gives so small an error."""
+    layer = make_layer(2, experts=3)
+    activation = {2: lambda x: torch.relu(x).square(), 1: torch.relu, 0: silu}[degree]
+    alone = Layer(layer.norm, layer.router, layer.gate_up[:, :WIDTH], layer.down, layer.normed)
+    solved = solve_layer(alone, gate=activation, inner=degree, bits=bits)
+    assert [*solved.codes] == ["up", "down"]
+    up, down = (dequantize(solved.codes[matrix], solved.scales[matrix]).double() for matrix in ("up", "down"))
+    x = torch.cat([recorded.x for recorded in alone.recorded()]).double()
+    wanted = activation(x @ alone.gate_up.double().mT) @ alone.down.double().mT
+    output = activation(x / solved.smooth.double() @ up.mT) @ down.mT
+    assert (output - wanted).norm() / wanted.norm() < (0.02 if bits == 8 else 0.2)
+    moved = (up / (alone.gate_up * solved.smooth)).flatten(1).median(1).values
+    assert bool(((moved - 1).abs() > 0.01).any()) == (degree > 0)
+
+
 def slow_replay(weight: torch.Tensor, s: torch.Tensor, x: torch.Tensor, share: torch.Tensor, bits: int) -> float:
     """Σ over tokens of share · ‖(Q(W s)/s − W) x‖² in float64, by running the tokens."""
     codes, scale = slow_quantized(weight * s, bits)

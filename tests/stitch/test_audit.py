@@ -79,6 +79,15 @@ def test_a_scale_between_up_and_down_is_right_unless_the_gate_lets_none_through(
     assert inner or min(errors[1:]) > CLOSE_ENOUGH
 
 
+def test_a_scale_in_experts_without_a_gate_is_squared_and_positive() -> None:
+    up, down, scale = torch.randn(8, 6), torch.randn(6, 8), torch.linspace(0.2, 5, 8)
+    for rows, power, right in ((scale, 2, True), (scale, 1, False), (-scale, 2, False)):
+        new = [up * rows[:, None], down / scale**power]
+        errors = matrix_errors([up, down], new, torch.ones(6), inner=2).tolist()
+        assert (max(errors) < 1e-6) == right
+        assert right or max(errors) > CLOSE_ENOUGH
+
+
 def test_each_tensor_that_was_tampered_with_is_named(copied: Path, finished: Finished, command: Command) -> None:
     """All at once, and without the digests of report.json: by the source alone."""
     (copied / "report.json").unlink()
