@@ -43,7 +43,7 @@ def _class_tensors(text: str) -> dict[str, Header]:
     skeleton = skeleton_of({key: value for key, value in config.items() if key != "quantization_config"})
     tensors: dict[str, Header] = {}
     for name, header in _written(skeleton):
-        if block is None or not header.dtype == "BF16":
+        if block is None or header.dtype != "BF16":
             tensors[name] = header
         elif _is_converted(skeleton, name, section):
             tensors[name] = Header(FP8, header.shape)

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from quantizers.system.errors import ArchitectureError
 from quantizers.system.schema import load
 from quantizers.system.strict_yaml import parse
@@ -113,15 +115,16 @@ def all_published() -> Iterator[tuple[Family, Published]]:
             yield entry, size.model_copy(update={"config": _merged(entry.config, size.config)})
 
 
+class _Size(Facts):
+    models: list[str]
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
 class _OfAType(Facts):
     """config.json of models of a type without a file about its family, published/*.yaml."""
 
-    class Size(Facts):
-        models: list[str]
-        config: dict[str, Any] = {}
-
     config: dict[str, Any]
-    published: list[Size]
+    published: list[_Size]
 
 
 @cache

@@ -141,10 +141,9 @@ def prepare(
         source = split_fused_experts(source, facts)
         tensors = {tensor: Spec(info.dtype, info.shape) for tensor, info in source.tensors.items()}
     else:
-        of_class = facts_file is None and config.get("model_type") not in known()
-        expected = _of_class(config, config_name) if of_class else None
-        facts = architecture_for(config, config_name, facts_file, expected)
-        tensors = split_fused(expected or expected_tensors(facts, config, where), facts, where)
+        of_class = None if facts_file or config.get("model_type") in known() else _of_class(config, config_name)
+        facts = architecture_for(config, config_name, facts_file, of_class)
+        tensors = split_fused(of_class or expected_tensors(facts, config, where), facts, where)
     plan = make_plan(
         facts,
         tensors,
@@ -266,10 +265,8 @@ def _without_headers(
     if built_in is not None and built_in.get("model_type") in known():
         return built_in, f"the built-in architecture spec of {location} (its files are not on this machine)"
     if built_in is not None:
-        return (
-            built_in,
-            f"config.json of {location} as kept here, and its class: what this does not load is not counted",
-        )
+        counted = "what this does not load is not counted"
+        return built_in, f"config.json of {location} as kept here, and its class; {counted}"
     is_hub_id = not location.startswith((".", "/", "~")) and location.count("/") == 1
     return HEADERS if is_hub_id else None  # `locate` reports what is neither
 

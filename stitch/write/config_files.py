@@ -295,7 +295,10 @@ def _schemes(plan: Plan, facts: Architecture) -> dict[str, Group]:
     for action in plan.actions:
         if action.is_scale or action.expert is not None or len(action.shape) < 2:
             continue
-        parent, _, last = _module(action).rpartition(".")
+        module = _module(action)
+        if action.layer is not None and f"{module}." == facts.layer(action.layer, ""):
+            continue  # a parameter of the layer itself, which is no module's weight
+        parent, _, last = module.rpartition(".")
         names = [last]
         if _is_expert(f"{parent}.{last}", facts):  # carried along: the first one stands for all
             names = _spellings(facts) if parent.endswith(".0") else []

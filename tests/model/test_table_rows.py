@@ -123,7 +123,7 @@ def test_a_layer_never_holds_its_table_and_computes_the_same(large: Path) -> Non
 def test_the_plan_counts_a_table_in_no_layer_and_the_run_reads_it_behind_its_own(large: Path) -> None:
     tiny.write_recipe(large.parent, bits=4, group_size=32)
     job = prepare(str(large.parent / "recipe.yaml"))
-    assert "ple_embedding_dtype" not in output_config(job.config, job.facts, job.plan, None)
+    assert "ple_embedding_dtype" not in output_config(job.config, job.facts, job.plan)
     facts, names = job.facts, job.facts.in_tables(0)
     assert (job.plan.tables, job.plan.passthrough_parts) == ((4,), (4, None))
     assert [action.source for action in job.plan.of_layer(4)] == names
