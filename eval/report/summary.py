@@ -157,7 +157,7 @@ def conversion_line(report: ConversionReport) -> str:
 
 
 def converted_to(report: Planned) -> Target | None:
-    """What the experts of a report's output were converted to; None if they were quantized."""
+    """The format that the experts of a report's output were converted to; None if they were quantized."""
     experts = report.settings.recipe["experts"] if isinstance(report, PlannedByRecipe) else {}
     return TARGETS.get(experts.get("convert", ""))
 

@@ -174,7 +174,7 @@ class Modules(Facts):
 
     @property
     def layout(self) -> dict[str, bool]:
-        """How a module holds the matrices of all experts, for functions in matrices.py."""
+        """The way in which a module holds the matrices of all experts, for functions in matrices.py."""
         return {"transposed": self.transposed, "interleaved": self.interleaved}
 
 

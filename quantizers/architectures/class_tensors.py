@@ -21,7 +21,8 @@ from .derive import skeleton_of
 from .skeleton import Skeleton
 from .stored_tensors import EXPERT, OF_ALL_EXPERTS, Header
 
-FP8, SCALE, TABLE_SCALE = "F8_E4M3", "_scale_inv", "weight_scale"
+FP8 = "F8_E4M3"
+SCALE, TABLE_SCALE = "_scale_inv", "weight_scale"  # ends of names
 DTYPES = {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
 FORMS = "fp8 in blocks, and none"  # of quantization_config, that are known here
 
@@ -72,7 +73,7 @@ def _block(section: Mapping[str, Any] | None) -> tuple[int, int] | None:
 
 
 def _written(skeleton: Skeleton) -> Iterator[tuple[str, Header]]:
-    """What transformers writes of the model; one expert's tensors stand for those of all while it is asked."""
+    """The tensors that transformers writes of the model; one expert's tensors stand for those of all while it is asked."""
     from transformers.core_model_loading import revert_weight_conversion
 
     precise = tuple(getattr(skeleton.model, "_keep_in_fp32_modules_strict", None) or ())

@@ -29,7 +29,7 @@ def matrices_of(first: Any, down: Any) -> tuple[Matrix, ...]:
 
 
 def as_held(first: Any, down: Any, *, transposed: bool, interleaved: bool) -> tuple[Any, Any]:
-    """What reads an expert's input (…, 2I, H), and down (…, H, I), as a module holds them."""
+    """Matrices that read an expert's input (…, 2I, H), and down (…, H, I), as a module holds them."""
     if interleaved:  # a row of gate, a row of up
         first = first.unflatten(-2, (2, -1)).transpose(-3, -2).flatten(-3, -2)
     return (first.mT, down.mT) if transposed else (first, down)
@@ -46,7 +46,7 @@ def as_stacked(experts: Any, *, transposed: bool, interleaved: bool) -> tuple[An
 
 
 def bias_of(experts: Any, *, interleaved: bool = False, **_: bool) -> Any:
-    """What a module adds to the products of gate above up, (E, 2I), or of up alone; None for nothing."""
+    """Biases that a module adds to the products of gate above up, (E, 2I), or of up alone; None for nothing."""
     bias = getattr(experts, f"{first_parameter(experts)}_bias", None)
     if bias is None:
         return None

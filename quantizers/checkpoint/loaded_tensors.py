@@ -121,7 +121,7 @@ def layer_names(checkpoint: Checkpoint, facts: Architecture, number: int) -> lis
 
 
 def with_tables(checkpoint: Checkpoint, facts: Architecture, layers: Mapping[int, Sequence[str]]) -> list[list[str]]:
-    """What a pass over these names of each layer needs of the files: behind a layer's, those of its tables."""
+    """Names that a pass over these names of each layer needs of the files: behind a layer's, those of its tables."""
     needed: list[list[str]] = []
     for number, names in layers.items():
         needed.append([*names])

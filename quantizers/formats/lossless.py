@@ -44,7 +44,7 @@ DOUBLED = 3  # times that the scale of a group can be doubled at most: its code 
 
 @dataclass(frozen=True)
 class Target:
-    """What experts can be converted to.
+    """A format that experts can be converted to.
 
     Attributes:
         form: the stored format.
@@ -59,7 +59,7 @@ class Target:
 
     @property
     def edges(self) -> tuple[int, int]:
-        """What rows and columns of a matrix must be multiples of, so that servers take it."""
+        """Numbers that rows and columns of a matrix must be multiples of, so that servers take it."""
         if isinstance(self.form, Nvfp4 | Mxfp4):
             return 1, GROUP if isinstance(self.form, Nvfp4) else MX_GROUP
         return self.form.edges

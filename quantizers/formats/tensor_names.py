@@ -129,7 +129,8 @@ def _mxfp4_experts(
             "give the published checkpoint",
         )
     width = groups * GROUP // 2 if end == BLOCKS else groups
-    alternating, size, experts = facts.modules.interleaved and count > 1, rows * width, dict[str, Entry]()
+    alternating, size = facts.modules.interleaved and count > 1, rows * width
+    experts: dict[str, Entry] = {}
     for number, (expert, (at, matrix)) in enumerate(product(range(facts.num_experts), enumerate(matrices))):
         single = f"{facts.expert(layer, expert, matrix)}.{'weight' if end == BLOCKS else SCALE}"
         place: dict[str, Any] = {}

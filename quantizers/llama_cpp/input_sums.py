@@ -162,8 +162,9 @@ class InputSums:
                 hooks.callback(self._watch_keys(layer, name.removesuffix(KV_B), sums).remove)
         if layer.number not in facts.dense:
             experts: Any = layer.module.get_submodule(facts.modules.experts)
-            count, hidden, width = facts.num_experts, facts.expert_inputs, facts.expert_width
-            sums |= {GATE: no_sums(count, hidden, device), DOWN: no_sums(count, width, device)}
+            count = facts.num_experts
+            sums[GATE] = no_sums(count, facts.expert_inputs, device)
+            sums[DOWN] = no_sums(count, facts.expert_width, device)
             own_gate = facts.of_layer(layer.number).own_gate
 
             def add_inputs(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:

@@ -51,7 +51,7 @@ class _Module(NamedTuple):
 
 
 class _Routed(NamedTuple):
-    """What becomes of routed experts, but for those of MTP layers."""
+    """The fate of routed experts, but for those of MTP layers."""
 
     kind: Kind
     form: RowFormat

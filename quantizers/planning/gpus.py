@@ -123,7 +123,7 @@ def parse_gpus(text: str) -> Gpus:
 
 
 def _told(entry: dict[str, Any]) -> dict[str, Any]:
-    """What an entry says of a GPU besides its memory, as arguments of Gpus."""
+    """The properties of a GPU besides its memory in an entry, as arguments of Gpus."""
     return {key: entry[key] for key in ("sm", "shared", "utilisation") if key in entry}
 
 
