@@ -73,7 +73,7 @@ def _block(section: Mapping[str, Any] | None) -> tuple[int, int] | None:
 
 
 def _written(skeleton: Skeleton) -> Iterator[tuple[str, Header]]:
-    """The tensors that transformers writes of the model; one expert's tensors stand for those of all while it is asked."""
+    """The tensors that transformers writes of the model; those of one expert stand for all while it is asked."""
     from transformers.core_model_loading import revert_weight_conversion
 
     precise = tuple(getattr(skeleton.model, "_keep_in_fp32_modules_strict", None) or ())
