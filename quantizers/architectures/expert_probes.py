@@ -89,15 +89,15 @@ class ExpertsModule:
         output = self._run(reading, down, x, weight)
         backwards = self._run(reading, down, x.flip(0), weight.flip(0)).flip(0)
         unweighted = self._run(reading, down, x, torch.ones_like(weight))
-        found = {
+        of_all = {
             "tokens": max(relative_distance(backwards, output), relative_distance(unweighted * weight, output)),
             "product": product(x, plain),
         }
         if not has_gate:
             degrees = {name: max(moved(x, n), moved(LARGE * x, n)) for n, name in ((1, "up_down"), (2, "squared"))}
-            return found | degrees | {"large": product(LARGE * x, plain), "gate": 1.0}
+            return of_all | degrees | {"large": product(LARGE * x, plain), "gate": 1.0}
         own = gate_of(self.module, own=True) if hasattr(self.module, "_apply_gate") else None
-        return found | {
+        return of_all | {
             "up_down": moved(x),
             "large": max(product(LARGE * x, plain), moved(LARGE * x)),
             "gate": max(product(x, own), product(LARGE * x, own)) if own else 1.0,
