@@ -6,7 +6,7 @@ from typing import Any
 
 from quantizers.eval.report.schema import Report
 
-from .check import ONE_SCHEME, REFUSES
+from .check import ONE_SCHEME, REFUSES, UNREAD
 from .engines import READ, SGLANG, TRANSFORMERS
 from .kernels import BLOCKS_FUSED, DEEP_GEMM, KEEPS_SCALES, NEGATIVE_SCALES, UNSCALED
 from .server_commands import REASONS, sglang_command, vllm_command, why_not_vllm
@@ -24,9 +24,13 @@ def on_card(report: Report, place: str) -> dict[str, Any]:
         finding for finding in findings if finding.consequence.startswith((REFUSES, ONE_SCHEME, UNSCALED, BLOCKS_FUSED))
     )
     failing = {engine for finding in fails for engine in finding.engine.split(", ")}
+    unserved = why_not_vllm(about.servers, transformers=about.transformers is not False)
+    unread = next(
+        (f"{finding.engine}: {finding.consequence}." for finding in findings if finding.consequence == UNREAD), None
+    )
     return {
         "vllm": vllm_command(about, place),
-        "unserved": why_not_vllm(about.servers, transformers=about.transformers is not False),
+        "unserved": unread or unserved,
         "sglang": None if SGLANG.name in failing else sglang_command(about, place),
         "loads": about.transformers is not False and TRANSFORMERS not in failing,
         "reasons": REASONS,

@@ -98,6 +98,7 @@ REFUSES = "refuses it before loading a tensor"
 OWN_HEAD = "its class has another head, which stays uninitialized; quantize a source that stores lm_head.weight too"
 ONE_SCHEME = "it has one scheme for the experts of all layers, so loading fails; servers read each layer's own"
 GARBAGE = "loads without an error and produces garbage"
+UNREAD = f"it reads no expert's own matrices of this type, {GARBAGE}"
 CONSEQUENCES: dict[Mistake, str] = {
     "no weight": UNINITIALIZED,
     "scale not renamed": "vLLM fails, for it has no such parameter; the others load the numbers unscaled: garbage",
@@ -152,7 +153,7 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
         problem = (
             "its class in vLLM reads experts as published alone, in MXFP4, and passes over an expert's own matrices"
         )
-        remarks.append(("warning", VLLM_NAMES, facts.model_type, problem, GARBAGE))
+        remarks.append(("warning", VLLM_NAMES, facts.model_type, problem, UNREAD))
     rules = _read_section(section, packed, facts.section_keys, remarks)
     if rules is None:
         return ServingCheck(table, findings_of(remarks))

@@ -257,8 +257,8 @@ def test_a_bias_is_part_of_what_down_reads() -> None:
     gate = gate_of(Shifted(), own=True)
     recorded = layer.recorded()
     x = torch.cat([block.x for block in recorded])
-    found = routing_statistics(recorded, 3, 0.0, HIDDEN)
-    sums = collect_down_hessian(recorded, found, layer.gate_up, gate=gate, batch=(0, 3), bias=bias)
+    routing = routing_statistics(recorded, 3, 0.0, HIDDEN)
+    sums = collect_down_hessian(recorded, routing, layer.gate_up, gate=gate, batch=(0, 3), bias=bias)
     h = Shifted()._apply_gate(x @ layer.gate_up.mT + bias.unsqueeze(1))  # (E, T, I)
     torch.testing.assert_close(sums.hessian, h.mT @ h / len(x), rtol=1e-4, atol=1e-5)
     errors = []
