@@ -63,7 +63,7 @@ PACKED_DENSELY = (
 KTRANSFORMERS_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 TAKES_THEM = "takes them"
 NONE_ON_CPU = "its CPU build has no kernel"
-UNSCALED = "5.17 ignores the global scales of experts that it fuses, so that it loads wrong numbers"
+UNSCALED = "5.17 to 5.24 ignore the global scales of experts that they fuse, so that they load wrong numbers"
 # Of experts in NVFP4, by engine.
 NVFP4_KNOWN = {
     VLLM.name: "known of vLLM 0.33 on NVIDIA GPUs: FP4 products on SM100 and SM120, elsewhere weights alone (Marlin)",

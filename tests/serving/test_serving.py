@@ -227,7 +227,7 @@ def test_what_is_known_of_nvfp4_is_said_and_no_error(activations: Any) -> None:
     assert "0.33" in said_of[V]
     assert "not known" in said_of[B]
     assert "0.5.23" in said_of[S]
-    assert "ignores the global scales" in said_of[T]
+    assert "ignore the global scales" in said_of[T]
     assert {found.schemes[engine][EXPERTS] for engine in (V, B, S, T)} == {f"NVFP4 W4A{activations}"}
 
 
