@@ -42,7 +42,7 @@ def section_of(family: str, schemes: list[Integers]) -> tuple[dict[str, Any], di
     config = families.config(family, num_hidden_layers=LAYERS)
     facts = architecture_for(config, "x")
     plan = make_plan(facts, expected_tensors(facts, config, "x"), Experts(), "x", (128, 128))
-    turns = {layer: schemes[layer % len(schemes)] for layer in facts.moe_layers}
+    turns = {layer: schemes[layer % len(schemes)] for layer in plan.expert_forms}
     plan = plan.with_schemes([turns.get(layer, schemes[0]) for layer in range(LAYERS)])
     return output_config(config, facts, plan)["quantization_config"], turns
 
