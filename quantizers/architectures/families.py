@@ -88,7 +88,7 @@ def _family_architecture(model_type: str, config: str, outside: frozenset[str]) 
 
 
 def _laid_over(family: Family, config: dict[str, Any], outside: frozenset[str]) -> Architecture:
-    from .derive import family_architecture  # takes seconds: transformers is imported with it
+    from .family_facts import family_architecture  # takes seconds: transformers is imported with it
 
     return family_architecture(family, config, outside)
 

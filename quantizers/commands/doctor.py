@@ -511,8 +511,7 @@ def _output_state(folder: Path, job: Job, data: CalibrationData | None, device: 
     journal.refuse_strangers(folder)
     if not journal.unfinished(folder):
         return "would begin anew"
-    work, layers = journal.work_folder(folder), job.facts.num_layers
-    known = data is not None or job.recipe.experts.convert is not None
+    work, known = journal.work_folder(folder), data is not None or job.recipe.experts.convert is not None
     if known and job.source is not None and not (work / "moving").exists():
         threads = torch.get_num_threads()
         try:
@@ -520,6 +519,7 @@ def _output_state(folder: Path, job: Job, data: CalibrationData | None, device: 
             journal.refuse_changes(work, deciding(job, data, device), folder)
         finally:
             torch.set_num_threads(threads)
+    layers = job.facts.num_layers
     return f"unfinished: would resume after layer {len(journal.done_layers(work, layers))} of {layers}"
 
 
