@@ -534,13 +534,16 @@ class Renderer:
             calls = tools or any("tool_calls" in turn for turn in turns)
             names = ["tool_use", "default", *templates] if calls else ["default", *templates]
             templates = next(templates[name] for name in names if name in templates)
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        # An argument of this name would do in transformers 5.17; 5.24 makes text of every argument. Compiled once for all.
+        _compile_jinja_template(templates).globals["strftime_now"] = self._date
         text: str = self.tokenizer.apply_chat_template(
             prepared_turns(turns, habits),
             tools=list(tools) or None,
             chat_template=templates,
             tokenize=False,
             add_generation_prompt=False,  # some tokenizers with own code add one by default
-            strftime_now=self._date,
         )
         return text
 
