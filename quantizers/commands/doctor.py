@@ -295,13 +295,11 @@ def _devices(rows: _Rows, device: torch.device, integers: set[tuple[int, int, bo
             faults = {kernel: fault for kernel in KERNELS if (fault := problem_of(kernel, target, integers))}
             problems = "; ".join(f"{kernel} {fault}" for kernel, fault in faults.items())
             more = "torch's own operations do its work, more slowly; please report this" if faults else ""
-            rows.add(
-                f"kernels {target}", problems or f"{len(KERNELS)} of {len(KERNELS)} give the bits of torch's", more
-            )
+            same = f"{len(KERNELS)} of {len(KERNELS)} give the bits of torch's"
+            rows.add(f"kernels {target}", problems or same, more)
         elif target.type == "cuda":
-            rows.add(
-                f"kernels {target}", f"torch's own operations ({why_not(target)})", "slower, with the same results"
-            )
+            reason = f"torch's own operations ({why_not(target)})"
+            rows.add(f"kernels {target}", reason, "slower, with the same results")
 
 
 def _memory(rows: _Rows) -> None:
