@@ -135,7 +135,7 @@ REFUSED = {
     **dict.fromkeys(
         (
             "bailing_hybrid", "beam", "dots3_note", "flint", "hy_v4_vl", "kolibri1", "lara_mini", "mistral_large4",
-            "sarvam_mla", "sarvam_moe",
+            "nemo_speechlm", "nemotron_h_omni", "sarvam_mla", "sarvam_moe",
         ),
         "Transformers does not recognize this architecture",
     ),
