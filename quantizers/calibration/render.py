@@ -536,7 +536,7 @@ class Renderer:
             templates = next(templates[name] for name in names if name in templates)
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        # An argument of this name would do in transformers 5.17; 5.24 makes text of every argument. Compiled once for all.
+        # An argument of this name would do in transformers 5.17; 5.24 makes text of it. A template is compiled once.
         _compile_jinja_template(templates).globals["strftime_now"] = self._date
         text: str = self.tokenizer.apply_chat_template(
             prepared_turns(turns, habits),

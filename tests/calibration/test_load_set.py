@@ -12,7 +12,9 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import transformers
 from calibration_tokenizer import write_tokenizer
+from packaging.version import Version
 from tokenizers import Tokenizer
 
 from quantizers.calibration.load_set import load_set
@@ -291,6 +293,9 @@ def test_tokens_are_those_of_tokenizer_json_where_transformers_class_makes_other
     data = load_set(path, str(folder))
     written = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
     assert data.samples[0].tokens.tolist() == written
+    if named and Version(transformers.__version__) >= Version("5.24"):  # which sees that this class is not meant
+        assert data.notes == ()
+        return
     assert data.notes[0].startswith("tokenizer.json splits texts in another way than transformers' ")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))  # as the note says
     plain = load_set(path, str(folder))

@@ -121,6 +121,7 @@ def test_scores_equal_those_from_the_whole_model(model: str, texts: Path, tmp_pa
 
 def retained_by_llm_compressor(rows: list[tuple[str, Tensor, Tensor, Tensor]], experts: int, drop: int) -> list[int]:
     """The experts that its REAPPruningModifier would keep."""
+    pytest.importorskip("llmcompressor", reason="it takes no transformers after 5.17")
     from llmcompressor.modifiers.pruning.reap.utils import REAPSaliencyTracker
 
     tracker = REAPSaliencyTracker(experts)

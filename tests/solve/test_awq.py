@@ -108,6 +108,7 @@ class LibrarySearch:
     """llm-compressor's `AWQModifier._compute_best_scale` on one linear layer, made to choose a given point."""
 
     def __init__(self, weight: torch.Tensor, x: torch.Tensor, points: int, duo: bool, bits: int, group: int) -> None:
+        pytest.importorskip("llmcompressor", reason="it takes no transformers after 5.17")
         from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
         from llmcompressor.modifiers.transform.awq.base import AWQModifier
 

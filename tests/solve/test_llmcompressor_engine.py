@@ -20,6 +20,8 @@ from quantizers.solve.llmcompressor_engine import solve_with_llmcompressor
 from quantizers.solve.result import LayerResult
 from quantizers.system.errors import QuantizeError
 
+pytest.importorskip("llmcompressor", reason="it takes no transformers after 5.17")
+
 EXPERTS, HIDDEN, WIDTH = 4, 64, 32
 GROUP: Final = 32
 SHAPES = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
