@@ -81,12 +81,13 @@ def _written(skeleton: Skeleton) -> Iterator[tuple[str, Header]]:
     of_one = {name: t[:1] if name in fused else t for name, t in skeleton.parameters.items()}
     counts = {name.rpartition(".")[0].partition(".experts")[0]: skeleton.parameters[name].shape[0] for name in fused}
     (count,) = set(counts.values()) or {0}
+    own = skeleton.parameters
     for name, tensor in revert_weight_conversion(skeleton.model, of_one).items():
         dtype = DTYPES.get(tensor.dtype, "F32" if name.endswith(precise) and precise else "BF16")
         if (expert := EXPERT.search(name)) and expert[2] == "0":
             for number in range(count):
                 yield EXPERT.sub(rf"\g<1>{number}\3", name), Header(dtype, tuple(tensor.shape))
-        elif OF_ALL_EXPERTS.search(name) and tensor.dim() == 3 and tensor.shape[0] == 1:
+        elif fused and tensor.dim() == 3 and tensor.shape[0] == 1 and (name not in own or name in fused):
             yield name, Header(dtype, (count, *tensor.shape[1:]))
         else:
             yield name, Header(dtype, tuple(tensor.shape))
