@@ -176,7 +176,7 @@ FOUR_BITS: dict[str, tuple[dict[str, Any], str]] = {
     "bitsandbytes": ({"quantization_config": {"load_in_4bit": True}}, "quantization_config.load_in_4bit is True"),
 }
 # Those that are read, and so may be accepted.
-READ = ("Kimi-K2-Thinking", "Kimi-K2.5", "DeepSeek-V4", "in the section", "NVFP4", "bitsandbytes")
+READ = ("gpt-oss", "Kimi-K2-Thinking", "Kimi-K2.5", "DeepSeek-V4", "in the section", "NVFP4", "bitsandbytes")
 NOT_FOUR_BITS: list[dict[str, Any]] = [
     tiny.config(),
     {},
