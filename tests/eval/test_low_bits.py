@@ -93,7 +93,7 @@ def test_mxfp8_is_measured_as_served_where_its_kernel_is_known(tmp_path: Path, c
     write_tokenizer(plain)
     data = rows_set(tmp_path, TEXTS, sequence_length=128)
     other = rewrite_as(plain, tmp_path / "other", "MXFP8 of MiniMax")
-    words = ("eval", plain, other, "--data", data, "--device", "cpu", "--json")
+    words = ("eval", plain, other, "--data", data, "--device", "cpu", "--json", "--no-picture")
     assert command(*words, "--as-served", "ampere") == 0, command.err
     served = json.loads(command.out)["candidates"][0]["as_served"]
     assert "Marlin" in json.dumps(served)
