@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import exact
 import families
 import pytest
 import tiny
@@ -63,3 +64,32 @@ def test_kl_as_served_is_predicted(tmp_path: Path, finished: Finished, say: Call
         assert predicted["median"] == pytest.approx(measured["median"], rel=0.1)
         assert predicted["mean"] == pytest.approx(measured["mean"], rel=0.1 if name in CASES else 0.15)
         assert 1e-6 < apart < 0.02
+
+
+@pytest.mark.slow
+@needs_vllm
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="vLLM's kernels were not run: they need AVX-512 with bfloat16"
+)
+def test_vllm_loads_what_a_conversion_writes(tmp_path: Path, say: Callable[[str], None]) -> None:
+    """The same experts as FP8 blocks, as published and converted from BF16, and as BF16 converted from FP8.
+
+    Of NVFP4 and MXFP4 its CPU build has no kernel, and says so once it has read the config.
+    """
+    folders = {}
+    for form, to in (("fp8", "bf16"), ("bf16", "fp8-block"), ("bf16", "nvfp4"), ("bf16", "mxfp4")):
+        recipe = exact.write(tmp_path / to, form, hidden=256, convert=to)
+        run(prepare(str(recipe)), Options(recipe.parent / "output", torch.device("cpu")))
+        folders[to] = recipe.parent / "output"
+    source = tmp_path / "bf16" / "model"
+    text = torch.randint(2, 300, (24,), generator=torch.Generator().manual_seed(0))
+    first, *served = computed([source, *folders.values()], [[text]] * 5, kernels=True)
+    assert first.problem == ""
+    for to, one in zip(folders, served, strict=True):
+        if to in ("nvfp4", "mxfp4"):
+            assert "NvFp4 MoE backend" in one.problem or "marlin" in one.problem, one.problem
+            continue
+        (p,), (q,) = first.logs, one.logs
+        kl = float((p.exp() * (p - q)).sum(-1).mean())
+        say(f"KL(source || converted to {to}), both by vLLM's kernels for the CPU: {kl:.5f}")
+        assert kl < 2e-3
