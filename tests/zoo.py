@@ -238,7 +238,6 @@ TYPES: dict[str, Settings] = {
 TYPES |= {f"{name} with vision": TYPES[name] for name in WITH_VISION}
 # What is said of the types that are refused. Those that TYPES lacks cannot be built, or have no decoder alone.
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("aria", "aria with vision"), ", not gate_up_proj [E, 2I, H] and down_proj [E, H, I] alone"),
     **dict.fromkeys(("inkling2", "inkling2_loop"), "layer 3: block_states is made of what earlier layers return"),
     "inkling with vision": "mlp.experts.w13_weight holds the experts in a layout of its own",
     "dbrx": "object has no attribute 'rope_theta'), nor of its class's own defaults; give another model",
@@ -254,6 +253,9 @@ MODELS = Path(transformers.__file__).parent / "models"
 # This class of transformers 5.24 fails behind its layers: what its text model returns has no such attribute.
 if "outputs.image_outputs" in (MODELS / "llama4/modeling_llama4.py").read_text():
     REFUSED["llama4 with vision"] = "has no attribute 'image_outputs'"
+# Until 5.17 and some time after, this class called its experts' matrices with tokens sorted by expert.
+if "self.fc1 = AriaGroupedExpertsGemm" in (MODELS / "aria/modeling_aria.py").read_text():
+    REFUSED |= dict.fromkeys(("aria", "aria with vision"), "its experts hold weight [8, 128, 512], not gate_up_proj")
 # Types that a later transformers than the installed one has are none here. Several types may share a module.
 MODULES = {*CONFIG_MAPPING_NAMES, *map(model_type_to_module_name, CONFIG_MAPPING_NAMES)}
 LATER = {name for name in (*TYPES, *REFUSED) if name.partition(" ")[0] not in MODULES}
@@ -296,7 +298,7 @@ CLASSES = {
 OF_OTHERS = ("sarvam_mla", "sarvam_moe")
 # transformers itself reads no model of these types with one tensor for each expert's matrix.
 FUSED_ONLY = (
-    "gemma4", "gemma4 with vision", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+    "aria", "aria with vision", "gemma4", "gemma4 with vision", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
     "hy_v4", "hy_v4_vl", "inkling", "lara_mini", "llama4", "llama4 with vision", "longcat_flash", "minimax_m3_vl",
     "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published", "step3p7", "step3p7 as published", "zaya",
 )  # fmt: skip
