@@ -9,9 +9,10 @@ import tiny
 import torch
 import yaml
 from calibration_tokenizer import write_tokenizer
+from low_bits import E2M1
 from torch import Tensor
 
-VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+VALUES = torch.tensor(E2M1)
 GROUP = 32
 
 
@@ -23,7 +24,7 @@ def matrix(rows: int, columns: int, generator: torch.Generator, powers: tuple[in
     return codes * torch.exp2(exponents.float()).repeat_interleave(GROUP, 1)
 
 
-def write_plain(folder: Path, layers: int = 2, hidden: int = 256) -> Path:
+def write_exact(folder: Path, layers: int = 2, hidden: int = 256) -> Path:
     """A model in bfloat16 of whose linear matrices every value is such a number."""
     config = tiny.config(num_hidden_layers=layers, hidden_size=hidden, intermediate_size=128, quantization_config=None)
     tensors, generator = tiny.tensors(config), torch.Generator().manual_seed(2)

@@ -85,7 +85,7 @@ def finished_weights(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             weights[f"{module}.weight"] = nvfp4_by_the_library(parts, scheme)
             continue
         if scheme.format.startswith("mxfp"):  # the same
-            from low_bits import numbers
+            from low_bits import numbers  # which imports this file
 
             weights[f"{module}.weight"] = exact = numbers(parts)
             assert torch.equal(exact.bfloat16(), compressor.decompress(dict(parts), scheme)["weight"].bfloat16()), (

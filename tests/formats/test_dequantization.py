@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from low_bits import e4m3
 
 from quantizers.architectures.families import architecture_for
 from quantizers.checkpoint.reader import Checkpoint, open_folder
@@ -22,14 +23,6 @@ CPU = torch.device("cpu")
 def stored(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Checkpoint:
     """A checkpoint of just these tensors, in two shards."""
     return open_folder(tiny.write(folder / "checkpoint", tiny.config(**config), tensors))
-
-
-def e4m3(code: int) -> float:
-    """What a byte means in FP8 e4m3fn: sign, 4 exponent bits with bias 7, 3 fraction bits, no infinity."""
-    sign, exponent, fraction = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
-    if exponent == 0:
-        return sign * fraction / 8 * 2.0**-6
-    return sign * (1 + fraction / 8) * 2.0 ** (exponent - 7)
 
 
 def fp8_bytes(seed: int, *shape: int) -> torch.Tensor:

@@ -268,5 +268,4 @@ def test_a_broken_weight_is_one_line_that_names_the_tensor(name: str, tmp_path: 
     with pytest.raises(CheckpointError) as caught:
         read_weight(opened(tmp_path, parts, quantization_config=BLOCKS), "m", CPU)
     assert said in str(caught.value)
-    assert "m" in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -55,7 +55,7 @@ def experts_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exact.write_plain(tmp_path_factory.mktemp("plain") / "model")
+    return exact.write_exact(tmp_path_factory.mktemp("plain") / "model")
 
 
 @pytest.mark.parametrize(

@@ -69,13 +69,13 @@ LOADED = {
         BACKEND,
     ),
 }  # fmt: skip
-# The only problems of types that it loads: a norm of a dense layer that its class has and never reads; and the router's
-# correction, which laguna's class passes over without a word.
 QK_TURNED = [  # Llama 4's rotation takes pairs of neighbours, vLLM's halves: it turns these rows around on loading
     r"(language_model\.)?model\.layers\.\d\.self_attn\.[qk]_proj\.weight: found in 0 places of vLLM's model",
     r"(language_model\.)?model\.layers\.\d\.self_attn\.qkv_proj\.weight: 24576 of 32768 elements belong to no stored",
 ]
+# The only problems of types that it loads.
 PROBLEMS = {
+    # A norm of a dense layer that its class has and never reads.
     "axk1": [r"model\.layers\.0\.post_mlp_layernorm\.weight: 128 of 128 elements were never written"],
     "gpt_oss": [  # plan, verify and the card say so
         r"model\.layers\.\d\.mlp\.experts\.(\d\.(gate|up|down)_proj\.weight_\w+|\w+_bias): found in 0 places of vLLM's",
@@ -86,7 +86,7 @@ PROBLEMS = {
         r"model\.layers\.[01]\.self_attn\.[01]\.(q_a|kv_a)_layernorm\.weight: found in 0 places of vLLM's model",
         r"model\.layers\.[01]\.self_attn\.[01]\.(q_a|kv_a)_layernorm\.weight: 64 of 64 elements belong to no stored",
     ],
-    "laguna": [
+    "laguna": [  # its class passes over the router's correction without a word
         r"model\.layers\.[123]\.mlp\.experts\.e_score_correction_bias: found in 0 places of vLLM's model",
         r"model\.layers\.[123]\.mlp\.experts\.routed_experts\.e_score_correction_bias: 8 of 8 elements were never",
     ],
