@@ -302,7 +302,7 @@ FUSED_ONLY = (
     "hy_v4", "hy_v4_vl", "inkling", "lara_mini", "llama4", "llama4 with vision", "longcat_flash", "minimax_m3_vl",
     "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published", "step3p7", "step3p7 as published", "zaya",
 )  # fmt: skip
-TRANSPOSED = ("gpt_oss", "llama4")  # their experts' matrices
+TRANSPOSED = ("aria", "gpt_oss", "llama4")  # their experts' matrices
 # A size that the class works out of others, and does not take.
 WORKED_OUT = {"jetmoe": "num_attention_heads"} | dict.fromkeys(
     ("nemo_speechlm", "nemotron_h", "nemotron_h_omni"), "num_hidden_layers"

@@ -18,7 +18,6 @@ from .whole_class import config_class_of, saved_with_later
 
 FIRST_DENSE, TYPES = "first_k_dense_replace", "mlp_layer_types"
 DENSE, SPARSE = "dense", "sparse"
-CORRECTED = "correct this file"
 NUMBERS = (1, 2, 4)  # tried for a size, besides the class's own, which may not fit the others
 
 
@@ -130,10 +129,8 @@ def refusal(
     reason = f"({type(failure).__name__}: {' '.join(str(failure).split())})"
     problem = f"transformers {transformers.__version__} cannot {verb} {cls.__name__} of it {reason}"
     later = saved_with_later(config)
-    remedy = (
-        f"the model was saved with transformers {later[0]}: {later[1]}, or correct this file" if later else CORRECTED
-    )
-    return ArchitectureError(wrong, problem, remedy)
+    saved = f"the model was saved with transformers {later[0]}: {later[1]}, or " if later else ""
+    return ArchitectureError(wrong, problem, f"{saved}correct this file")
 
 
 def _culprits(config: Mapping[str, Any], default: Any, works: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

@@ -17,7 +17,8 @@ import torch
 
 from .matrices import first_parameter
 
-Gate = Callable[[torch.Tensor], torch.Tensor]  # x w1ᵀ above x w3ᵀ (…, 2I, T), or x w3ᵀ (…, I, T) ─► h (…, I, T)
+# x w1ᵀ above x w3ᵀ (…, 2I, T), or x w3ᵀ (…, I, T) ─► h (…, I, T), which may use the memory of these products.
+Gate = Callable[[torch.Tensor], torch.Tensor]
 TOKENS = 1024  # that go through a module's own gate at a time, which needs several arrays of their size
 
 

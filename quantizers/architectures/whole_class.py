@@ -89,7 +89,7 @@ def saved_with_later(config: Mapping[str, Any]) -> tuple[str, str] | None:
         saved = Version(str(config.get("transformers_version"))).base_version  # of a development version, its release
     except InvalidVersion:
         return None
-    if Version(saved) <= Version(transformers.__version__):
+    if Version(saved) <= Version(Version(transformers.__version__).base_version):
         return None
     return saved, f"install that: {_install(saved)}"
 

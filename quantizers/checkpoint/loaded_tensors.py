@@ -159,14 +159,14 @@ def load_tensors(
     wanted = sorted({_range(info): info for info in infos.values()}.values(), key=_range)
     starts = accumulate((_aligned(info.size) for info in wanted), initial=0)
     places = [(info, buffer[start : start + info.size]) for info, start in zip(wanted, starts, strict=False)]
-    room = {_range(info): raw for info, raw in places}
+    bytes_of = {_range(info): raw for info, raw in places}
     asked = ((info, as_bytes(raw)) for info, raw in places if not (stop and stop.is_set()))
     reading = checkpoint.read_into(asked, stop)
     arriving = (as_bytes(raw) for _, (_, raw) in zip(reading, places, strict=False))
     with closing(thread_map(hashlib.sha256, arriving)) as digests:  # while the next tensors are read
         hashed = {_range(info): digest.hexdigest() for digest, info in zip(digests, wanted, strict=False)}
     hashes = {name: hashed[_range(info)] for name, info in infos.items() if _range(info) in hashed}
-    stored = {name: as_tensor(info, room[_range(info)]) for name, info in infos.items()}
+    stored = {name: as_tensor(info, bytes_of[_range(info)]) for name, info in infos.items()}
     own = (checkpoint.folder, checkpoint.name, checkpoint.config, infos, checkpoint.revision)
     return LoadedTensors(*own, stored, hashes, buffer[:size], checkpoint.files)
 

@@ -63,7 +63,7 @@ class TensorInfo:
 
     @property
     def size(self) -> int:
-        """Number of bytes in the range."""
+        """Number of bytes in the range; of a part more than its own."""
         return self.end - self.start
 
     @property

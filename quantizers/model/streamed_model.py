@@ -185,7 +185,7 @@ class StreamedModel:
         weights |= {name.removeprefix(prefix): weight for name, weight in converted.items()}
         for path, table in self.facts.tables(number).items():
             files = (stored and stored.files) or self.checkpoint.files
-            assert files is not None, "a model with tables is read from files"
+            assert files is not None, "the model's own checkpoint is a folder's, or was read from one; see `origin`"
             names = [self.facts.layer(number, name) for name in table.tensors]
             scale = table.scale and self.facts.layer(number, table.scale)
             module.set_submodule(path, TableRows(files, names, scale, self.device, self.dtype))

@@ -33,8 +33,8 @@ class TableRows(torch.nn.Module):
         device, dtype: of what is looked up.
 
     Raises:
-        CheckpointError: a tensor is missing, has another width or dtype than the others, or a row that is looked up is
-            not finite.
+        CheckpointError: a tensor is missing, has another width or dtype than the others, there is a scale of rows that
+            are not FP8, or a row that is looked up is not finite.
     """
 
     def __init__(
@@ -47,13 +47,17 @@ class TableRows(torch.nn.Module):
         for info in self._infos:
             whole = f"{info.name} is {info.dtype} {list(info.shape)}"
             if info.dtype not in (FP8, *FLOATING) or (info.dtype == FP8 and scale is None):
-                problem = "of a table, bfloat16 or FP8 with one scale can be read"
+                problem = "a table is read in 16 or 32 bits, or in FP8 with one scale"
                 raise CheckpointError(info.file, f"{whole}; {problem}", PUBLISHED)
+            if info.dtype != FP8 and scale is not None:
+                raise CheckpointError(
+                    info.file, f"{whole}, but {scale} is a scale, as FP8 has; one is wrong", PUBLISHED
+                )
             if len(info.shape) != 2 or info.shape[1] != first.shape[1] or info.dtype != first.dtype:
                 other = f"{first.name} {first.dtype} {list(first.shape)}"
                 raise CheckpointError(info.file, f"{whole}, and {other}: these are no parts of one table", PUBLISHED)
         self._scale: float | None = None
-        if scale is not None and first.dtype == FP8:
+        if scale is not None:
             self._scale = checkpoint.tensor(checkpoint.require(scale, "the scale of a table").name).float().item()
         self._starts = torch.tensor([0, *(info.shape[0] for info in self._infos)]).cumsum(0)
         # Classes ask for its device.
@@ -63,11 +67,12 @@ class TableRows(torch.nn.Module):
         """The rows (…, W) of ids (…) int64."""
         different, places = torch.unique(ids.cpu(), return_inverse=True)
         rows = self._read(different)
-        if not bool(rows.float().isfinite().all()):
-            info = self._infos[0]
-            problem = f"{info.name}, or what follows it in the table, holds a NaN or infinity"
-            raise CheckpointError(info.file, problem, "download this shard again")
         numbers = rows if self._scale is None else rows.float() * self._scale
+        if not bool(numbers.isfinite().all()):
+            info = self._infos[0]
+            beside = "" if self._scale is None else ", or its scale,"
+            problem = f"{info.name}, or what follows it in the table{beside} holds a NaN or infinity"
+            raise CheckpointError(info.file, problem, "download this shard again")
         made = numbers.to(device=self.weight.device, dtype=self.weight.dtype)
         return torch.nn.functional.embedding(places.to(made.device), made)
 

@@ -447,6 +447,8 @@ def folds(facts: Architecture, experts: Experts, where: str) -> bool:
         own = {
             "have no gate": "gate" not in facts.expert_linears,
             "are held transposed": facts.modules.transposed,
+            "are held with gate and up in turns": facts.modules.interleaved,
+            "read states that the router weighs": facts.modules.weighs_inputs,
             "return what they read, some of them": facts.identities > 0,
         }
         if any(own.values()):

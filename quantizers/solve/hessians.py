@@ -174,7 +174,7 @@ def collect_down_hessian(
         with_largest: whether `largest` is asked for.
     """
     count = len(gate_up)
-    width = gate(gate_up[:1, :, :1]).shape[1]  # of h
+    width = gate(gate_up.new_zeros(1, gate_up.shape[1], 1)).shape[1]  # of h
     zeros = partial(torch.zeros, device=gate_up.device)
     # Sums over token chunks, which are divided by the mass of all rows at the end.
     total, changes = zeros(count, width, width), None if source is None else zeros(count, width, width)

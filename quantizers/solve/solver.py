@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.gates import Gate, gate_of
-from quantizers.architectures.matrices import MATRICES, Matrix, bias_of, first_parameter, matrices_of, split_first
+from quantizers.architectures.matrices import MATRICES, Matrix, bias_of, matrices_of, split_first
 from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.device.timing import phase
@@ -396,8 +396,6 @@ def solve_layer(
         norm,
         compensate_router=model.facts.router_follows,
     )
-    zero = _zero_groups(
-        experts.get_parameter(first_parameter(experts)).data, experts.down_proj.data, settings.group_size
-    )
+    zero = _zero_groups(experts.gate_up_proj.data, experts.down_proj.data, settings.group_size)
     solved.fallbacks.extend(_zero_lines(zero, solved.scales))
     return solved

@@ -62,7 +62,8 @@ def test_what_replaces_a_forward_within_another_leaves_that_in_place(experts: An
 
 
 def test_matrices_as_a_module_holds_them_and_back() -> None:
-    gate_up, down = torch.randn(2, 6, 4), torch.randn(2, 4, 3)
+    generator = torch.Generator().manual_seed(5)
+    gate_up, down = (torch.randn(shape, generator=generator) for shape in ((2, 6, 4), (2, 4, 3)))
     for layout in ({"transposed": t, "interleaved": i} for t in (False, True) for i in (False, True)):
         module = torch.nn.Module()
         held = as_held(gate_up, down, **layout)

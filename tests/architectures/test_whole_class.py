@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from quantizers.architectures import whole_class
 from quantizers.architectures.contradictions import refuse_another_type
-from quantizers.architectures.whole_class import LATER, NEWEST, config_class_of, model_class
+from quantizers.architectures.whole_class import LATER, NEWEST, config_class_of, model_class, saved_with_later
 from quantizers.system.errors import ArchitectureError
 
 INSTALLED = f"transformers {transformers.__version__}"
@@ -55,6 +55,11 @@ def test_a_class_that_is_missing_says_what_to_install(case: str, monkeypatch: py
     with pytest.raises(ArchitectureError) as refused:
         model_class("NewForCausalLM", "architectures", config)
     assert str(refused.value) == f"architectures: {expected}"
+
+
+def test_a_development_version_is_not_older_than_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "99.2.0.dev0")
+    assert saved_with_later(SAVED) is None
 
 
 @pytest.mark.parametrize("verb", ["plan", "run", "new"])

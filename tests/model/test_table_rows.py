@@ -14,6 +14,7 @@ from runs import JobFolder, report_of
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import FP8Embedding
 
+from quantizers.checkpoint import reader
 from quantizers.checkpoint.loaded_tensors import layer_names
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.commands.verify import verify_folder
@@ -21,6 +22,7 @@ from quantizers.model.table_rows import TableRows
 from quantizers.planning.device_memory import device_memory
 from quantizers.planning.job import parts_of_run, prepare
 from quantizers.stitch.write.config_files import output_config
+from quantizers.stitch.write.shard import copy_shard
 from quantizers.system.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -67,7 +69,7 @@ def test_rows_are_those_of_transformers_embedding_bit_by_bit(tmp_path: Path, dty
     assert looked_up.weight.dtype == dtype
 
 
-def test_a_lookup_and_a_copy_hold_no_more_than_a_few_rows(tmp_path: Path) -> None:
+def test_a_lookup_holds_no_more_than_a_few_rows(tmp_path: Path) -> None:
     checkpoint, rows, _ = table(tmp_path, fp8=False)
     ids = torch.randint(len(rows), (500,), generator=torch.Generator().manual_seed(1))
     with Alive() as alive:
@@ -81,9 +83,9 @@ def test_a_lookup_and_a_copy_hold_no_more_than_a_few_rows(tmp_path: Path) -> Non
     [
         (
             {"dtype": "F8_E4M3", "shape": (1, 128)},
-            r"is F8_E4M3 \[1, 128\]; of a table, bfloat16 or FP8 with one scale can be read",
+            r"is F8_E4M3 \[1, 128\]; a table is read in 16 or 32 bits, or in FP8 with one scale",
         ),
-        ({"dtype": "I16"}, r"is I16 \[1, 64\]; of a table, bfloat16 or FP8"),
+        ({"dtype": "I16"}, r"is I16 \[1, 64\]; a table is read in 16 or 32 bits"),
         (
             {"shape": (2, 32)},
             r"is BF16 \[2, 32\], and table.shard_0.weight BF16 \[300, 64\]: these are no parts of one",
@@ -95,6 +97,21 @@ def test_a_table_that_cannot_be_read_is_named(tmp_path: Path, change: dict[str, 
     checkpoint.tensors[NAMES[1]] = replace(checkpoint.tensors[NAMES[1]], **change)
     with pytest.raises(CheckpointError, match=f"^{tmp_path}/model.safetensors: {NAMES[1]} {problem}"):
         TableRows(checkpoint, NAMES, None, CPU, torch.float32)
+
+
+def test_a_scale_of_rows_that_are_not_fp8_is_named(tmp_path: Path) -> None:
+    checkpoint, _, _ = table(tmp_path, fp8=False)
+    with pytest.raises(CheckpointError, match=rf"{NAMES[0]} is BF16 \[300, 64\], but table.weight_scale is a scale"):
+        TableRows(checkpoint, NAMES, "table.weight_scale", CPU, torch.float32)
+
+
+def test_a_scale_that_is_nan_is_named(tmp_path: Path) -> None:
+    checkpoint, _, _ = table(tmp_path, fp8=True)
+    tensors = {name: checkpoint.tensor(name) for name in checkpoint.tensors}
+    save_file(tensors | {"scale": torch.tensor([torch.nan]).bfloat16()}, tmp_path / "model.safetensors")
+    looked_up = TableRows(open_folder(tmp_path), NAMES, "scale", CPU, torch.float32)
+    with pytest.raises(CheckpointError, match=f"{NAMES[0]}, or what follows it .*, or its scale, holds a NaN"):
+        looked_up(torch.tensor([5]))
 
 
 @pytest.fixture
@@ -120,7 +137,9 @@ def test_a_layer_never_holds_its_table_and_computes_the_same(large: Path) -> Non
         assert torch.equal(model.run(layer, states)[0], made)
 
 
-def test_the_plan_counts_a_table_in_no_layer_and_the_run_reads_it_behind_its_own(large: Path) -> None:
+def test_the_plan_counts_a_table_in_no_layer_and_the_run_reads_it_behind_its_own(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny.write_recipe(large.parent, bits=4, group_size=32)
     job = prepare(str(large.parent / "recipe.yaml"))
     assert "ple_embedding_dtype" not in output_config(job.config, job.facts, job.plan)
@@ -132,6 +151,11 @@ def test_the_plan_counts_a_table_in_no_layer_and_the_run_reads_it_behind_its_own
     for accelerator in (False, True):
         memory = device_memory(job.plan, facts, 64, accelerator, None)
         assert max(memory.forward, memory.layer) < size
+    monkeypatch.setattr(reader, "PIECE", 1 << 16)
+    with Alive() as alive:
+        copy_shard(job.plan, 4, job.opened, large.parent / "copy.safetensors")
+    assert alive.most < size / 20
+    assert load_file(large.parent / "copy.safetensors").keys() == set(names)
     parts = parts_of_run(job)
     assert parts[:4] == [
         [action.source for action in job.plan.of_layer(None)], names, layer_names(job.opened, facts, 0), names
@@ -167,7 +191,7 @@ def test_an_fp8_table_keeps_its_bytes_and_vllm_is_told(job: JobFolder) -> None:
     ("drop", "problem"),
     [
         (True, "shard_0.weight is F8_E4M3; BF16 or F16 or F32 is needed; give the published checkpoint"),
-        (False, "model.safetensors: .*shard_0.weight holds a NaN or infinity; download this shard again"),
+        (False, "model.safetensors: .*shard_0.weight.* holds a NaN or infinity; download this shard again"),
     ],
 )
 def test_an_fp8_table_without_a_scale_or_with_nan_is_refused(job: JobFolder, drop: bool, problem: str) -> None:

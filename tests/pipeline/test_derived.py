@@ -29,7 +29,7 @@ IN_CI = {
 }  # fmt: skip
 # The matrices of experts in decoder layers, each a tensor or all of a layer in two or three.
 ROUTED = re.compile(
-    r"(language_model\.|llm\.)?(model|backbone)\..*\.(experts\.(\d+\.\w+\.weight(_scale_inv)?|gate_up_proj|down_proj)"
+    r"(language_model\.|llm\.)?(model|backbone)\..*\.(experts\.(\d+\.\w+\.weight(_scale_inv)?|gate_up_proj|down_proj|fc[12]\.weight)"
     r"|(moe\.\w+_proj|block_sparse_moe\.\w+_linear)\.weight(_scale_inv)?)"
     r"|layers\.\d+\.experts\.\d+\.w[123]\.weight"  # in Mistral's own names
 )
