@@ -193,8 +193,9 @@ def collect_down_hessian(
             products = gate_up.new_empty(count * gate_up.shape[1], len(chunk.x))
         with phase("forced pass"):
             torch.mm(gate_up.flatten(0, 1), chunk.x.mT, out=products)
-            of_expert = products.view(count, gate_up.shape[1], -1)
-            h = gate(of_expert if bias is None else of_expert.add_(bias.unsqueeze(-1)))
+            if bias is not None:
+                products.view(count, gate_up.shape[1], -1).add_(bias.unsqueeze(-1))
+            h = gate(products.view(count, gate_up.shape[1], -1))
             good = usable_rows(h, 1) & chunk.usable  # (c, T); in the other rows h is meaningless
         with phase("Hessians"):
             # √w in the dtype of h, so that one operand serves both sides of the sum; and w is its square.

@@ -74,7 +74,7 @@ def test_blocks_as_compressed_tensors_writes_them_give_the_same_output(case: Job
     configure(case.model, quantization_config=section)
     code, _, err = quantize("plan", case.recipe)
     assert code == 2
-    assert "quantization_config.config_groups: weights are float8 tensor; of compressed-tensors only FP8 with" in err
+    assert "quantization_config.config_groups: group_0: weights are float8 tensor, symmetric: true; no source in" in err
 
 
 def test_a_matrix_in_bfloat16_among_fp8_is_named_to_servers(case: JobFolder, quantize: Quantize) -> None:

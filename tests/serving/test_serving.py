@@ -17,7 +17,7 @@ from conftest import REPOSITORY, VLLM_PYTHON, needs_vllm
 from low_bits import MINIMAX
 from planned import published
 
-from quantizers.architectures.families import architecture_for, published_config, published_models
+from quantizers.architectures.families import all_published, architecture_for, published_config
 from quantizers.checkpoint.reader import Checkpoint
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.formats.packed_integers import GROUPS, Integers
@@ -643,7 +643,7 @@ def serve_commands() -> list[str]:
     """The card's command for every published model that vLLM serves, with all options that any of them has."""
     split = {"tensor_parallel": 4, "pipeline_parallel": 2, "kv": "fp8", "fits": True}
     commands = []
-    for name in published_models():
+    for name in [model for _, size in all_published() for model in size.models]:  # of which servers are known
         whole = published(name, layers=4, experts=16)
         source = Checkpoint(Path("here"), name, whole.config, {})
         about = how_to_serve(whole.plan(), whole.facts, source, name)
