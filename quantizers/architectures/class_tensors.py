@@ -111,9 +111,9 @@ def _written(skeleton: Skeleton) -> Iterator[tuple[str, str | None, Header]]:
 def _parameter(skeleton: Skeleton, name: str) -> str | None:
     """The class's name of the parameter that a stored tensor is loaded to; None if the model does without it."""
     place = skeleton.place(name)
-    if place is None or place.layer is None:
-        return place and place.parameter
-    return f"{skeleton.path}.{place.layer}.{place.parameter}"
+    if place is None:
+        return None
+    return place.parameter if place.layer is None else f"{skeleton.path}.{place.layer}.{place.parameter}"
 
 
 def _matrices(skeleton: Skeleton) -> set[str]:

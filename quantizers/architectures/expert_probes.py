@@ -33,8 +33,9 @@ def relative_distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 class ExpertsModule:
     """transformers' module of a layer's routed experts, see `probes`.
 
-    Its matrices are `gate_up_proj` (E, 2I, H), or `up_proj` (E, I, H) without a gate, and `down_proj` (E, H, I), or each
-    transposed. Which, many modules say; of others the shapes do, and where both fit, the probes say whether it is right.
+    Its matrices are `gate_up_proj` (E, 2I, H), or `up_proj` (E, I, H) without a gate, and `down_proj` (E, H, I), or
+    each is transposed. Most modules say which; of others the shapes do, and where both fit, the probes refute a wrong
+    one.
 
     Raises:
         ArchitectureError: it holds their matrices in a way that is not known here; `model` is the model's name.

@@ -60,7 +60,7 @@ def test_tied_matrices_are_written_once() -> None:
 
 
 def test_several_sets_of_experts_are_refused() -> None:
-    with pytest.raises(ArchitectureError, match="has several sets of experts; .* without files; give the files, or"):
+    with pytest.raises(ArchitectureError, match=r"has several sets of experts; .* without files; give the files, or"):
         class_tensors(config_dict("ernie4_5_vl_moe"))
 
 

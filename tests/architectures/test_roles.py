@@ -240,7 +240,7 @@ def test_experts_with_a_gate_in_one_layer_and_without_in_another_are_refused() -
     skeleton = with_experts(WithoutGate, "relu2")
     kinds = [Kind([number], *probe(skeleton, number)) for number in (0, 1)]
     with pytest.raises(
-        ArchitectureError, match="^whether experts have a gate is True in layer 0, and False in layer 1"
+        ArchitectureError, match=r"^whether experts have a gate is True in layer 0, and False in layer 1"
     ):
         _common(kinds)
 

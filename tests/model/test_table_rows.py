@@ -185,10 +185,9 @@ def test_two_layers_have_the_same_table(drop: bool, monkeypatch: pytest.MonkeyPa
     opened = zoo.opened(model)
     assert {number: opened.facts.in_tables(number) for number in (0, 1, 2)} == names | {1: []}
     assert not any(opened.facts.is_unread(name) for of_layer in names.values() for name in of_layer)
-    for number in names:
+    for number, (shard, _, scale) in names.items():
         with opened.layer(number) as layer:
             rows = layer.module.get_submodule(PATH)(torch.tensor([3]))
-        shard, _, scale = names[number]
         assert torch.equal(rows[0], tensors[shard][3].float() * tensors[scale].float())
 
 
