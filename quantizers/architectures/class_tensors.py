@@ -19,19 +19,20 @@ from quantizers.system.errors import ArchitectureError
 
 from .derive import skeleton_of
 from .skeleton import Skeleton
-from .stored_tensors import EXPERT, OF_ALL_EXPERTS, Header
+from .stored_tensors import EXPERT, OF_ALL_EXPERTS, Header, tied_parameters
 
 FP8 = "F8_E4M3"
 SCALE, TABLE_SCALE = "_scale_inv", "weight_scale"  # ends of names
+FILES = "give the files, or leave them on the Hub, of which headers are read"
 DTYPES = {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
-FORMS = "fp8 in blocks, and none"  # of quantization_config, that are known here
 
 
 def class_tensors(config: dict[str, Any]) -> dict[str, Header]:
     """The header entries by name: floating ones in bfloat16, or float32 where the class keeps it, or in FP8.
 
     Raises:
-        ArchitectureError: transformers cannot make the class, or config.json declares another form of weights.
+        ArchitectureError: transformers cannot make the class, config.json declares another form of weights, or a layer
+            has several sets of experts.
     """
     return dict(_class_tensors(json.dumps(config)))
 
@@ -42,19 +43,19 @@ def _class_tensors(text: str) -> dict[str, Header]:
     section = config.get("quantization_config")
     block = _block(section)
     skeleton = skeleton_of({key: value for key, value in config.items() if key != "quantization_config"})
+    matrices = _matrices(skeleton)
     tensors: dict[str, Header] = {}
-    for name, header in _written(skeleton):
+    for name, parameter, header in _written(skeleton):
+        tensors[name] = header
         if block is None or header.dtype != "BF16":
-            tensors[name] = header
-        elif _is_converted(skeleton, name, section):
+            continue
+        if parameter in matrices and _is_converted(name, section):
             tensors[name] = Header(FP8, header.shape)
             shape = tuple(math.ceil(size / edge) for size, edge in zip(header.shape, block, strict=True))
             tensors[f"{name}{SCALE}"] = Header("F32", shape)
         elif (table := _table_of(name, section)) is not None:
             tensors[name] = Header(FP8, header.shape)
             tensors[f"{table}.{TABLE_SCALE}"] = Header("BF16", (1,))
-        else:
-            tensors[name] = header
     return tensors
 
 
@@ -66,54 +67,68 @@ def _block(section: Mapping[str, Any] | None) -> tuple[int, int] | None:
     if section.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
         raise ArchitectureError(
             "quantization_config",
-            f"which tensors it means is not known without the files ({FORMS}: is)",
-            "give the files, or leave them on the Hub, of which headers are read",
+            "which tensors it means is not known without the files: only FP8 in blocks is, or no quantization_config",
+            FILES,
         )
     return block[0], block[1]
 
 
-def _written(skeleton: Skeleton) -> Iterator[tuple[str, Header]]:
-    """The tensors that transformers writes of the model; those of one expert stand for all while it is asked."""
-    from transformers.core_model_loading import revert_weight_conversion
+def _written(skeleton: Skeleton) -> Iterator[tuple[str, str | None, Header]]:
+    """The tensors that transformers writes of the model, with the class's parameter that each is, or is a part of.
 
-    precise = tuple(getattr(skeleton.model, "_keep_in_fp32_modules_strict", None) or ())
+    Those of one expert stand for all while it is asked.
+    """
+    from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
+
+    kept = list(getattr(skeleton.model, "_keep_in_fp32_modules_strict", None) or ())
+    precise = build_glob_alternation(kept)[0] if kept else None
     fused = [name for name, t in skeleton.parameters.items() if OF_ALL_EXPERTS.search(name) and t.dim() == 3]
     of_one = {name: t[:1] if name in fused else t for name, t in skeleton.parameters.items()}
-    counts = {name.rpartition(".")[0].partition(".experts")[0]: skeleton.parameters[name].shape[0] for name in fused}
-    (count,) = set(counts.values()) or {0}
-    own = skeleton.parameters
+    tied = tied_parameters(skeleton)
+    # By module; experts without matrices have a row in what reads, and none in down.
+    counts = {name.rpartition(".")[0]: skeleton.parameters[name].shape[0] for name in fused if "down_proj" in name}
     for name, tensor in revert_weight_conversion(skeleton.model, of_one).items():
-        dtype = DTYPES.get(tensor.dtype, "F32" if name.endswith(precise) and precise else "BF16")
-        if (expert := EXPERT.search(name)) and expert[2] == "0":
-            for number in range(count):
-                yield EXPERT.sub(rf"\g<1>{number}\3", name), Header(dtype, tuple(tensor.shape))
-        elif fused and tensor.dim() == 3 and tensor.shape[0] == 1 and (name not in own or name in fused):
-            yield name, Header(dtype, (count, *tensor.shape[1:]))
-        else:
-            yield name, Header(dtype, tuple(tensor.shape))
+        parameter, shape = _parameter(skeleton, name), tuple(tensor.shape)
+        if parameter in tied:  # written once, as the other
+            continue
+        is_precise = precise is not None and parameter is not None and precise.search(parameter)
+        dtype = DTYPES.get(tensor.dtype, "F32" if is_precise else "BF16")
+        if parameter is None or parameter not in fused:
+            yield name, parameter, Header(dtype, shape)
+            continue
+        count, expert = counts[parameter.rpartition(".")[0]], EXPERT.search(name)
+        if expert is None:
+            yield name, parameter, Header(dtype, (count, *shape[1:]))
+        elif expert[2] != "0":
+            problem = (
+                f"{skeleton.name} has several sets of experts; which have which numbers is not known without files"
+            )
+            raise ArchitectureError(name, problem, FILES)
+        for number in range(count) if expert else ():
+            yield EXPERT.sub(rf"\g<1>{number}\3", name), parameter, Header(dtype, shape)
 
 
-def _is_converted(skeleton: Skeleton, name: str, section: Mapping[str, Any]) -> bool:
-    """Whether a tensor is FP8 in blocks: a linear module's, or an expert's matrix, and not excluded."""
+def _parameter(skeleton: Skeleton, name: str) -> str | None:
+    """The class's name of the parameter that a stored tensor is loaded to; None if the model does without it."""
+    place = skeleton.place(name)
+    if place is None:
+        return None
+    return place.parameter if place.layer is None else f"{skeleton.path}.{place.layer}.{place.parameter}"
+
+
+def _matrices(skeleton: Skeleton) -> set[str]:
+    """The class's names of the weights that may be FP8 in blocks: those of linear modules and of experts."""
+    modules = skeleton.model.named_modules()
+    linears = {f"{path}.weight" for path, module in modules if isinstance(module, torch.nn.Linear)}
+    return linears | {name for name in skeleton.parameters if OF_ALL_EXPERTS.search(name)}
+
+
+def _is_converted(name: str, section: Mapping[str, Any]) -> bool:
+    """Whether a matrix is FP8 in blocks, since it is not excluded."""
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     module, _, last = name.rpartition(".")
-    if last != "weight" or not should_convert_module(module, section.get("modules_to_not_convert") or []):
-        return False
-    return _is_linear(skeleton, EXPERT.sub(r"\g<1>0\3", name))
-
-
-@cache
-def _is_linear(skeleton: Skeleton, name: str) -> bool:
-    place = skeleton.place(name)
-    if place is None:
-        return False
-    if EXPERT.search(name) or OF_ALL_EXPERTS.search(place.parameter):
-        return True
-    start = "" if place.layer is None else f"{skeleton.path}.{place.layer}."
-    path = f"{start}{place.parameter}".removesuffix(".weight")
-    modules = dict(skeleton.model.named_modules())
-    return isinstance(modules.get(path), torch.nn.Linear)
+    return last == "weight" and should_convert_module(module, section.get("modules_to_not_convert") or [])
 
 
 def _table_of(name: str, section: Mapping[str, Any]) -> str | None:

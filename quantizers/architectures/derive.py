@@ -68,6 +68,8 @@ KEYS = {
 }
 ONE_FOR_ALL = {  # the roles that must be the same in all layers with experts
     "experts": "the experts' module",
+    "count": "the number of experts with matrices",
+    "has_gate": "whether experts have a gate",
     "router_weight": "the router's matrix",
     "router_follows": "whether the router reads the experts' norm",
     "norm": "the norm that the experts read",
@@ -128,7 +130,12 @@ def described(
 ) -> dict[str, Any]:
     """Assemble the fields of `Architecture` from a model's config.json, class, stored tensors and roles."""
     tables = _tables(skeleton, stored)
-    scales = {f"{stored.prefix}{number}.{table['scale']}" for number, table in tables.values() if table["scale"]}
+    scales = {
+        f"{stored.prefix}{number}.{table['scale']}"
+        for numbers, table in tables.values()
+        for number in numbers
+        if table["scale"]
+    }
     stored = replace(stored, carried=[name for name in stored.carried if name not in scales])
     first = next(kind.layers[0] for kind in kinds if kind.roles)  # of the layers with experts
     experts = dict(skeleton.layers[first].get_submodule(roles.experts).named_parameters())
@@ -308,19 +315,21 @@ def _tensor(shape: Sequence[int], header: Header, place: Place, stored: StoredTe
     return {"shape": list(shape if place.part is None else header.shape), "dtype": dtype}
 
 
-def _tables(skeleton: Skeleton, stored: StoredTensors) -> dict[str, tuple[int, dict[str, Any]]]:
-    """The tables of which layers look rows up, by their parameters within a layer: a layer and the facts.
+def _tables(skeleton: Skeleton, stored: StoredTensors) -> dict[str, tuple[list[int], dict[str, Any]]]:
+    """The tables of which layers look rows up, by their parameters within a layer: the layers and the facts.
 
     They are those of `torch.nn.Embedding`. In which order the rows of several tensors follow is asked of transformers'
     conversion; where that does more than join them, the parameter is no table.
+
+    Raises:
+        ArchitectureError: two layers have the same table in other tensors, or one with a scale and one without.
     """
-    result: dict[str, tuple[int, dict[str, Any]]] = {}
+    result: dict[str, tuple[list[int], dict[str, Any]]] = {}
     for number, layer in enumerate(skeleton.layers):
         modules = (path for path, module in layer.named_modules() if type(module) is torch.nn.Embedding)
         for parameter in (f"{path}.weight" for path in modules):
             start = f"{stored.prefix}{number}."
             names = [n for n, place in stored.layers[number].items() if place.parameter == parameter]
-            names = stored.converted.get(parameter, names)
             if len(names) > 1:
                 marks = {f"{start}{name}": torch.full((1, 1), float(mark)) for mark, name in enumerate(names)}
                 (made,) = skeleton.convert(marks).values()
@@ -328,10 +337,18 @@ def _tables(skeleton: Skeleton, stored: StoredTensors) -> dict[str, tuple[int, d
                 names = [names[int(mark)] for mark in order] if sorted(order) == [*range(len(names))] else []
             if names:
                 scale = f"{parameter}_scale"
-                numbers = (
-                    math.prod(stored.headers[f"{start}{scale}"].shape) if f"{start}{scale}" in stored.headers else 0
-                )
-                result[parameter] = number, {"tensors": names, "scale": scale if numbers == 1 else None}
+                header = stored.headers.get(f"{start}{scale}")
+                has_scale = header is not None and math.prod(header.shape) == 1
+                table = {"tensors": names, "scale": scale if has_scale else None}
+                layers, first = result.setdefault(parameter, ([], table))
+                if table != first:
+                    differs = ", and one has a scale" if table["tensors"] == first["tensors"] else ""
+                    raise ArchitectureError(
+                        f"{start}{parameter}",
+                        f"this table is not stored as that of layer {layers[0]}{differs}",
+                        NOT_QUANTIZED,
+                    )
+                layers.append(number)
     return result
 
 

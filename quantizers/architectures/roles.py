@@ -49,7 +49,7 @@ class Roles:
             `residual` among them if scales cannot be folded into the norm, and these do not explain it.
     """
 
-    experts: str  # the module of all routed experts, with `gate_up_proj` (E, 2I, H) and `down_proj` (E, H, I)
+    experts: str  # the module of all routed experts, see `ExpertsModule`
     router_weight: str  # the name of the matrix that makes the router's logits
     router: str  # the module that is called for them
     router_follows: bool  # whether it reads what the experts read, so that it must follow a scale that is folded
@@ -61,6 +61,7 @@ class Roles:
     probes: dict[
         str, float
     ]  # the largest difference of each probe by name, as a part of the largest value: see `probe`
+    has_gate: bool = True  # whether an expert has three matrices
     transposed: bool = False  # how the experts' module holds their matrices, see `Modules`; and the next
     interleaved: bool = False
     weighs_inputs: bool = False  # see experts_call.py
@@ -72,11 +73,6 @@ class Roles:
     def own_gate(self) -> bool:
         """Whether the experts have a gate of their own, see gates.py."""
         return self.has_gate and not all(self.probes[name] < EXACT for name in PLAIN)
-
-    @property
-    def has_gate(self) -> bool:
-        """Whether an expert has three matrices; the probe `squared` is made of others alone."""
-        return "squared" not in self.probes
 
     @property
     def degree(self) -> int:
@@ -446,6 +442,7 @@ class _Layer:
             offset,
             tuple(readers),
             probes,
+            has_gate=self.held.has_gate,
             transposed=self.held.transposed,
             interleaved=self.held.interleaved,
             weighs_inputs=self.held.weighs_inputs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -24,7 +25,13 @@ SHIPPED = {
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen4_exp", "glm5_next", "qwen3_5_moe with vision", pytest.param("granitemoe", marks=pytest.mark.slow)]
+    "name",
+    [
+        "qwen4_exp",
+        "glm5_next",
+        "qwen3_5_moe with vision",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("granitemoe", "inkling", "longcat_flash")),
+    ],
 )
 def test_they_are_those_that_save_pretrained_writes(name: str, tmp_path: Path) -> None:
     saved = open_folder(zoo.save(name, tmp_path))
@@ -32,6 +39,29 @@ def test_they_are_those_that_save_pretrained_writes(name: str, tmp_path: Path) -
     assert {n: header.shape for n, header in made.items()} == {n: info.shape for n, info in saved.tensors.items()}
     for tensor, info in saved.tensors.items():  # the tiny model is in bfloat16 as a whole
         assert made[tensor].dtype in ({"F32", "BF16"} if info.dtype == "BF16" else {info.dtype})
+
+
+def config_dict(name: str) -> dict[str, Any]:
+    return zoo.config_of(name).to_dict() | {"architectures": [zoo.whole_class(name).__name__]}
+
+
+def test_float32_is_what_transformers_keeps_so_by_the_class_own_names() -> None:
+    """deepseek_v4's files call ffn_norm what its class calls post_attention_layernorm."""
+    made = class_tensors(config_dict("deepseek_v4"))
+    dtypes = {name.removeprefix("model.layers.0."): header.dtype for name, header in made.items()}
+    assert (dtypes["ffn_norm.weight"], dtypes["hc_attn_scale"], dtypes["attn.wq_a.weight"]) == ("F32", "F32", "BF16")
+
+
+def test_tied_matrices_are_written_once() -> None:
+    config = config_dict("qwen3_moe")
+    assert class_tensors(config).keys() - class_tensors(config | {"tie_word_embeddings": True}).keys() == {
+        "lm_head.weight"
+    }
+
+
+def test_several_sets_of_experts_are_refused() -> None:
+    with pytest.raises(ArchitectureError, match=r"has several sets of experts; .* without files; give the files, or"):
+        class_tensors(config_dict("ernie4_5_vl_moe"))
 
 
 def test_fp8_is_as_quantization_config_says() -> None:

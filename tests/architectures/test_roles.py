@@ -13,6 +13,7 @@ import zoo
 from transformers.activations import ACT2FN
 
 from quantizers.architectures.architecture import EXPERTS, ROUTER
+from quantizers.architectures.derive import Kind, _common
 from quantizers.architectures.families import architecture_for
 from quantizers.architectures.roles import EXACT, Roles, kinds_of_layers, probe, require_usable
 from quantizers.architectures.skeleton import Skeleton
@@ -235,13 +236,47 @@ def test_the_power_of_a_scale_that_passes_through_experts_without_a_gate(other: 
     assert roles.degree == degree
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("AriaTextForCausalLM", {}, r"its experts hold weight \[.*\], not gate_up_proj"),
-        ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, "each of the 2 experts of a token reads another multiple of"),
-    ],
-)
-def test_matrices_of_another_kind_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArchitectureError, match=f"^{name}: {message}"):
-        probe(small(name, **changes), 1)
+def test_experts_with_a_gate_in_one_layer_and_without_in_another_are_refused() -> None:
+    skeleton = with_experts(WithoutGate, "relu2")
+    kinds = [Kind([number], *probe(skeleton, number)) for number in (0, 1)]
+    with pytest.raises(
+        ArchitectureError, match=r"^whether experts have a gate is True in layer 0, and False in layer 1"
+    ):
+        _common(kinds)
+
+
+class Transposed(WithoutGate):
+    """The same with both matrices transposed, whose shapes alone would be those of the other kind."""
+
+    is_transposed = True
+
+    def __init__(self, other: str, gate_up_proj: torch.nn.Parameter, down_proj: torch.nn.Parameter) -> None:
+        super().__init__(other, gate_up_proj, down_proj)
+        self.up_proj, self.down_proj = (torch.nn.Parameter(p.mT) for p in (self.up_proj, self.down_proj))
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        h = self.act_fn(torch.einsum("th,tkhf->tkf", x, self.up_proj[index]))
+        return (torch.einsum("tkf,tkfh->tkh", h, self.down_proj[index]) * weight.unsqueeze(-1)).sum(1)
+
+
+def test_transposed_experts_without_a_gate_are_what_they_say() -> None:
+    roles = roles_of(with_experts(Transposed, "relu2"), 1)
+    assert roles.transposed
+    assert roles.degree == 2
+
+
+class OtherNames(torch.nn.Module):
+    def __init__(self, _: str, gate_up_proj: torch.nn.Parameter, down_proj: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = gate_up_proj, down_proj
+
+
+def test_matrices_of_another_kind_are_refused() -> None:
+    with pytest.raises(ArchitectureError, match=r"^MixtralForCausalLM: its experts hold fc1 \[.*\], not gate_up_proj"):
+        probe(with_experts(OtherNames, ""), 1)
+
+
+def test_experts_of_which_several_read_other_multiples_of_a_token_are_refused() -> None:
+    message = "^Llama4ForCausalLM: each of the 2 experts of a token reads another multiple of"
+    with pytest.raises(ArchitectureError, match=message):
+        probe(small("Llama4ForCausalLM", num_experts_per_tok=2), 1)

@@ -23,7 +23,7 @@ from quantizers.planning.device_memory import device_memory
 from quantizers.planning.job import parts_of_run, prepare
 from quantizers.stitch.write.config_files import output_config
 from quantizers.stitch.write.shard import copy_shard
-from quantizers.system.errors import CheckpointError
+from quantizers.system.errors import ArchitectureError, CheckpointError
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = (300, 1, 200_000), 64  # of the tensors of a table
@@ -160,6 +160,35 @@ def test_the_plan_counts_a_table_in_no_layer_and_the_run_reads_it_behind_its_own
     assert parts[:4] == [
         [action.source for action in job.plan.of_layer(None)], names, layer_names(job.opened, facts, 0), names
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_two_layers_have_the_same_table(drop: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Layers 0 and 2, in FP8: each with its scale, or it is refused."""
+    monkeypatch.setitem(zoo.TYPES, "qwen4_exp", zoo.TYPES["qwen4_exp"] | {"ple_layer_ids": [1, 3]})
+    model = zoo.save("qwen4_exp", tmp_path)
+    tensors = load_file(model / "model.safetensors")
+    names = {
+        number: [f"model.layers.{number}.{PATH}.{end}" for end in ("shard_0.weight", "shard_1.weight", "weight_scale")]
+        for number in (0, 2)
+    }
+    for *shards, scale in names.values():
+        in_fp8(tensors, shards, scale)
+    if drop:
+        del tensors[names[2][-1]]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    if drop:
+        problem = rf"layers.2.{PATH}.weight: this table is not stored as that of layer 0, and one has a scale"
+        with pytest.raises(ArchitectureError, match=problem):
+            zoo.opened(model)
+        return
+    opened = zoo.opened(model)
+    assert {number: opened.facts.in_tables(number) for number in (0, 1, 2)} == names | {1: []}
+    assert not any(opened.facts.is_unread(name) for of_layer in names.values() for name in of_layer)
+    for number, (shard, _, scale) in names.items():
+        with opened.layer(number) as layer:
+            rows = layer.module.get_submodule(PATH)(torch.tensor([3]))
+        assert torch.equal(rows[0], tensors[shard][3].float() * tensors[scale].float())
 
 
 @pytest.fixture
