@@ -298,8 +298,9 @@ CLASSES = {
 OF_OTHERS = ("sarvam_mla", "sarvam_moe")
 # transformers itself reads no model of these types with one tensor for each expert's matrix.
 FUSED_ONLY = (
-    "aria", "aria with vision", "gemma4", "gemma4 with vision", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
-    "hy_v4", "hy_v4_vl", "inkling", "lara_mini", "llama4", "llama4 with vision", "longcat_flash", "minimax_m3_vl",
+    "aria", "aria with vision", "gemma4", "gemma4 with vision", "gpt_oss",
+    "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v4",
+    "hy_v4_vl", "inkling", "lara_mini", "llama4", "llama4 with vision", "longcat_flash", "minimax_m3_vl",
     "mistral4", "qwen3_vl_moe", "qwen3_vl_moe as published", "step3p7", "step3p7 as published", "zaya",
 )  # fmt: skip
 TRANSPOSED = ("gpt_oss", "llama4")  # their experts' matrices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,7 +91,8 @@ def group_forms(config: Mapping[str, Any], where: str) -> tuple[tuple[tuple[str,
     given, groups = section.get("config_groups"), list[tuple[tuple[str, ...], QuantizedFormat]]()
     for name, group in (given if isinstance(given, Mapping) and given else {"group_0": None}).items():
         keys: Mapping[str, Any] = group if isinstance(group, Mapping) else {}
-        weights = keys.get("weights") or {}
+        stated = keys.get("weights")
+        weights: Mapping[str, Any] = stated if isinstance(stated, Mapping) else {}
         targets = keys.get("targets")
         # What becomes of activations is the server's: integers are read alike with it.
         inputs = (keys.get("input_activations"), None)
@@ -100,7 +102,7 @@ def group_forms(config: Mapping[str, Any], where: str) -> tuple[tuple[tuple[str,
             declared = f"{weights.get('type')}{weights.get('num_bits')} {weights.get('strategy')}"
             raise CheckpointError(
                 f"{where}: quantization_config.config_groups",
-                f"{name}: weights are {declared if weights else 'not said'}, symmetric: "
+                f"{name}: weights are {declared if weights else reprlib.repr(stated)}, symmetric: "
                 f"{str(weights.get('symmetric', True)).lower()}; no source in this form can be quantized",
                 "give the model's FP8 or BF16 release",
             )

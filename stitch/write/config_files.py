@@ -141,7 +141,10 @@ def quantization_config(facts: Architecture, plan: Plan) -> dict[str, Any]:
     if plan.mtp_form:
         of_forms[plan.mtp_form] = [*of_forms.get(plan.mtp_form, []), *mtp_experts]
     routed = _routed_groups(facts, plan, targets)
-    attention = {f"attention_{form.group_name}": _group(patterns, form) for form, patterns in of_forms.items()}
+    attention = dict[str, Any]()
+    for form, patterns in of_forms.items():  # several may differ in nothing that a group says: in the scales' dtype
+        group = attention.setdefault(f"attention_{form.group_name}", _group([], form))
+        group["targets"] += _group(patterns, form)["targets"]
     plain = [] if plan.mtp_form else [f"re:{pattern}" for pattern in mtp_experts]
     if any(isinstance(form, Plain) for form in plan.expert_forms.values()):
         plain.append(f"re:{_routed_pattern(facts, plan, targets)}")

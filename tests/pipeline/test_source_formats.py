@@ -147,6 +147,18 @@ def test_config_json_alone_is_enough_for_a_plan(tmp_path: Path) -> None:
         assert alone.plan.shards() == whole.plan.shards(), layout
 
 
+def test_a_scale_of_the_matrix_may_have_a_dimension(tmp_path: Path) -> None:
+    """As some of ModelOpt's files have it."""
+    recipe = write_source(tmp_path, "NVFP4 of ModelOpt", bits=3)
+    accept(recipe)
+    config, tensors = stored(tmp_path / "model")
+    scales = {name: t.view(1) for name, t in tensors.items() if name.endswith(("weight_scale_2", "input_scale"))}
+    assert scales
+    rewrite(tmp_path / "model", config, tensors | scales)
+    plan = prepare(str(recipe)).plan
+    assert {action.spec.shape for action in plan.actions if action.source in scales} == {(1,)}
+
+
 def test_what_cannot_be_kept_is_refused_with_a_remedy(tmp_path: Path) -> None:
     recipe = write_source(tmp_path, "NVFP4 of ModelOpt", bits=3)
     accept(recipe)
