@@ -232,7 +232,7 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
 
 def _models(job: Job) -> int:
     """The models that the texts go through: source and output, as stored and on each card; two with an FP8 cache."""
-    return 2 * (1 + len(job.recipe.as_served) + bool(job.plan.cached))
+    return 2 * (1 + len(job.as_served) + bool(job.plan.cached))
 
 
 def _device_memory(

@@ -86,6 +86,7 @@ def test_published_forms_keep_their_numbers(plain: Path, tmp_path: Path, layout:
         changed += [tensor for name, tensor in before.items() if "_proj.weight" in name]
     proof = report["conversion"]
     assert (proof["to"], proof["equal"], proof["matrices"]) == (to, True, len(changed))
+    assert not [note for note in report["notes"] if "perplexity" in note]
     assert proof["values"] == report["audit"]["values"] == sum(map(torch.numel, changed))
     assert all(gate["passed"] for gate in report["gates"])
 

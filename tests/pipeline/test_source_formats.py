@@ -42,9 +42,9 @@ class Made(runs.Made):
         return finished_weights(self.model) if self.name == INT4 else weights_of(self.model)
 
 
-def write_source(folder: Path, layout: str, **experts: Any) -> Path:
-    """The recipe for a model in this layout, three layers of MiniMax-M2's class."""
-    plain = write_plain(folder / "plain", "minimax_m2", 3)
+def write_source(folder: Path, layout: str, layers: int = 3, **experts: Any) -> Path:
+    """The recipe for a model in this layout, some layers of MiniMax-M2's class."""
+    plain = write_plain(folder / "plain", "minimax_m2", layers)
     packed_integers(plain, folder / "model") if layout == INT4 else rewrite_as(plain, folder / "model", layout)
     recipe = tiny.write_recipe(folder, words=20, samples=3, rounding="nearest", **experts)
     if layout in CONVERTED:
@@ -145,6 +145,21 @@ def test_config_json_alone_is_enough_for_a_plan(tmp_path: Path) -> None:
         alone = prepare(str(recipe), offline_facts=True)
         assert alone.source is None
         assert alone.plan.shards() == whole.plan.shards(), layout
+
+
+def test_a_card_whose_kernels_are_unknown_is_left_out_or_refused(tmp_path: Path, command: Command) -> None:
+    """Before anything is computed: nobody asked for it, or the recipe names it."""
+    recipe = write_source(tmp_path, "MXFP8 of MiniMax", layers=1, format="nvfp4", activations=4)
+    output = tmp_path / "output"
+    change(recipe, lambda body: body["verify"].update(as_served=["blackwell"]))
+    assert command("run", recipe, "--output", output) == 2
+    line = command.err.splitlines()[-1]
+    assert line.endswith("verify.as_served: blackwell: MXFP8 is not known for linear layers there; remove this card")
+    change(recipe, lambda body: body["verify"].pop("as_served"))
+    assert command("run", recipe, "--output", output) == 0
+    report = json.loads((output / "report.json").read_text())
+    assert "as_served" not in report
+    assert "not measured as served on blackwell: MXFP8 is not known for linear layers there" in report["notes"]
 
 
 def test_a_scale_of_the_matrix_may_have_a_dimension(tmp_path: Path) -> None:
