@@ -329,8 +329,8 @@ def require_group(scheme: ExpertFormat, sizes: Mapping[str, int], where: str) ->
 
 def _require_edges(convert: str, sizes: Mapping[str, int], where: str) -> None:
     """Raise a RecipeError unless blocks or groups of a target divide all sizes of the experts' matrices."""
-    edge = max(TARGETS[convert].edges)
-    others = [n for n, t in TARGETS.items() if not any(size % max(t.edges) for size in sizes.values())]
+    edge = max(TARGETS[convert].form.edges)
+    others = [n for n, t in TARGETS.items() if not any(size % max(t.form.edges) for size in sizes.values())]
     for name, size in sizes.items():
         if size % edge:
             raise RecipeError(

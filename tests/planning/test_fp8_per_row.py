@@ -96,7 +96,7 @@ def test_a_config_alone_with_other_weights_of_compressed_tensors_is_refused(chan
 
 
 def test_rows_divide_among_cards_where_blocks_do_not() -> None:
-    rows, blocks = (serving_model(model.plan(), model.facts, model.config) for model in (MODEL, IN_BLOCKS))
+    rows, blocks = (serving_model(model.plan(), model.facts) for model in (MODEL, IN_BLOCKS))
     assert tensor_parallel_problem(rows, 2) is None
     assert (
         tensor_parallel_problem(blocks, 2)
