@@ -87,6 +87,9 @@ def test_published_forms_keep_their_numbers(plain: Path, tmp_path: Path, layout:
     proof = report["conversion"]
     assert (proof["to"], proof["equal"], proof["matrices"]) == (to, True, len(changed))
     assert not [note for note in report["notes"] if "perplexity" in note]
+    config = json.loads((tmp_path / "output" / "config.json").read_text())
+    card = (tmp_path / "output" / "README.md").read_text()
+    assert ("- compressed-tensors\n" in card) == ("quantization_config" in config)
     assert proof["values"] == report["audit"]["values"] == sum(map(torch.numel, changed))
     assert all(gate["passed"] for gate in report["gates"])
 
