@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import exact
+import jsonschema
 import pytest
 import torch
 import yaml
 import zoo
 from commands import Command
+from conftest import REPOSITORY
 from hub_stand_in import HubStandIn, reached
 from low_bits import rewrite_as, weights_of
 from runs import assert_same, cut_at
@@ -122,6 +124,8 @@ def test_a_conversion_says_so_everywhere(finished: Path, command: Command) -> No
     whole = finished / "whole"
     report = json.loads((whole / "report.json").read_text())
     assert not {"calibration", "coverage", "kl"} & report.keys()
+    schema = json.loads((REPOSITORY / "docs/reference/schemas/report.schema.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(report)
     assert yaml.safe_load((whole / "recipe.yaml").read_text())["experts"] == {"convert": "nvfp4"}
     assert read_recipe(str(whole / "recipe.yaml"))[0].calibration is None
     proven = "36 matrices in BF16 were converted to NVFP4: all 589,824 values are equal to the source"
