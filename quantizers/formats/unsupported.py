@@ -109,7 +109,7 @@ INNER = ("text_config", SECTION, "config_groups", "weights")  # sections that sa
 
 def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
     """Refuse a source whose weights have 4 bits or fewer, by its config.json, whose path is `where`."""
-    for sign in _four_bit_keys(config):
+    for sign in four_bit_keys(config):
         remedy = RELEASE
         with contextlib.suppress(CheckpointError):  # accepted, it would be refused for this
             refuse_unquantizable(config, where, accepted=True)
@@ -137,12 +137,12 @@ def refuse_unquantizable(config: Mapping[str, Any], where: str, *, accepted: boo
         group_forms(config, where)
 
 
-def _four_bit_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def four_bit_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Each key that declares weights of 4 bits or fewer, with its value; those of inner sections included."""
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and (key in INNER or prefix.endswith("config_groups.")):
-            yield from _four_bit_keys(value, f"{name}.")
+            yield from four_bit_keys(value, f"{name}.")
         named = isinstance(value, str) and NAMED.fullmatch(key) and FOUR_BIT_NAME.search(value)
         few = type(value) is int and key in BITS and 1 <= value <= FEW_BITS
         if named or few or (value is True and key in SWITCHES):
@@ -170,4 +170,4 @@ def _quantized_by(checkpoint: Checkpoint) -> str | None:
             return f"its {REPORT} says that this program made it"
     if is_awq_or_gptq(checkpoint.config):
         return f"its {CONFIG} says quant_method: {checkpoint.config[SECTION]['quant_method']}"
-    return next((f"its {CONFIG} says {sign}" for sign in _four_bit_keys(checkpoint.config)), None)
+    return next((f"its {CONFIG} says {sign}" for sign in four_bit_keys(checkpoint.config)), None)

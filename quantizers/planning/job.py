@@ -25,7 +25,7 @@ from quantizers.checkpoint.safetensors_header import Spec, printed
 from quantizers.formats.fp8 import declared_block
 from quantizers.formats.stored_matrices import architecture_of, quantized_matrices
 from quantizers.formats.tensor_names import split_fused, split_fused_experts
-from quantizers.formats.unsupported import ACCEPT, ALREADY, FEW_BITS, refuse_unquantizable
+from quantizers.formats.unsupported import ACCEPT, ALREADY, FEW_BITS, four_bit_keys, refuse_unquantizable
 from quantizers.hooks import hook
 from quantizers.recipe.cards import Card
 from quantizers.recipe.read import (
@@ -163,7 +163,16 @@ def prepare(
         kv_cache=recipe.kv_cache == "fp8",
         matrices=quantized_matrices(source.tensors if source else tensors, config, where),
     )
-    _refuse_few_bits(plan, recipe, where)
+    few = [form for form in plan.source_experts if form.weight_bits <= FEW_BITS]
+    if few and not _accepted(recipe):
+        raise CheckpointError(where, f"its experts are stored as {few[0]}: {ALREADY}", ACCEPT)
+    if recipe.source.accept_quantized and not few and not any(four_bit_keys(config)):
+        stored = " and ".join(map(str, plan.source_experts))
+        raise RecipeError(
+            given_at(("source", "accept_quantized"), path, changes),
+            f"has no effect on experts that are stored as {stored}",
+            "remove the key",
+        )
     choices = None
     if recipe.experts.by_budget:
         key = "budget" if recipe.experts.budget is not None else "bits_per_weight"
@@ -188,13 +197,6 @@ def _unknown_cards(plan: Plan, recipe: Recipe) -> dict[Card, str]:
 def _accepted(recipe: Recipe) -> bool:
     """Whether experts may have 4 bits or fewer in the source."""
     return recipe.source.accept_quantized or recipe.experts.convert is not None
-
-
-def _refuse_few_bits(plan: Plan, recipe: Recipe, where: str) -> None:
-    """Refuse a source whose experts have 4 bits or fewer, unless the recipe accepts it."""
-    few = [form for form in plan.source_experts if form.weight_bits <= FEW_BITS]
-    if few and not _accepted(recipe):
-        raise CheckpointError(where, f"its experts are stored as {few[0]}: {ALREADY}", ACCEPT)
 
 
 def _of_class(config: dict[str, Any], where: str) -> dict[str, Spec]:

@@ -52,7 +52,10 @@ def write_source(folder: Path, layout: str, layers: int = 3, **experts: Any) -> 
     return recipe
 
 
-def accept(recipe: Path) -> None:
+def accept(recipe: Path, layout: str = INT4) -> None:
+    """Accept a source in this layout, if that has an effect."""
+    if layout.startswith(("MXFP8", "E8M0")):
+        return
     change(recipe, lambda body: body["source"].update(accept_quantized=True))
 
 
@@ -63,8 +66,7 @@ def accept(recipe: Path) -> None:
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("made")
     recipe = write_source(folder, request.param, bits=3)
-    if not request.param.startswith(("MXFP8", "E8M0")):
-        accept(recipe)
+    accept(recipe, request.param)
     return Made(folder, request.param, runs.report_of(runs.JobFolder(folder)))
 
 
@@ -126,6 +128,15 @@ def test_four_bits_are_quantized_only_where_the_recipe_accepts_it(tmp_path: Path
     assert command("plan", recipe) == 0
 
 
+def test_a_key_that_accepts_what_needs_no_acceptance_is_refused(tmp_path: Path, command: Command) -> None:
+    recipe = write_source(tmp_path, "MXFP8 of MiniMax", layers=1, bits=4)
+    accept(recipe)
+    assert command("plan", recipe) == 2
+    said = "source.accept_quantized: has no effect on experts that are stored as MXFP8; remove the key"
+    assert command.err.splitlines()[-1].endswith(said)
+    assert command("plan", recipe, "--set", "source.accept_quantized=false") == 0
+
+
 def test_a_section_within_text_config_is_the_models_own(tmp_path: Path) -> None:
     """As Kimi-K2.5 has it, and vLLM reads it."""
     section = {"quant_method": "compressed-tensors"}
@@ -138,7 +149,7 @@ def test_config_json_alone_is_enough_for_a_plan(tmp_path: Path) -> None:
     of_library = [f"{name} of compressed-tensors" for name in ("INT4", "MXFP4", "MXFP8")]
     for layout in (*of_library, "MXFP8 of MiniMax", "MXFP8 of ModelOpt"):
         recipe = write_source(tmp_path / layout, layout, bits=3)
-        accept(recipe)
+        accept(recipe, layout)
         whole = prepare(str(recipe))
         for shard in (tmp_path / layout / "model").glob("*.safetensors"):
             shard.unlink()
@@ -203,7 +214,7 @@ BROKEN = {
 def test_a_broken_matrix_is_named_in_a_line(case: str, tmp_path: Path, command: Command) -> None:
     layout, breaking, words = BROKEN[case]
     recipe = write_source(tmp_path, layout, bits=3)
-    accept(recipe)
+    accept(recipe, layout)
     module = "model.layers.1.block_sparse_moe.experts.3.w2"
     config, tensors = stored(tmp_path / "model")
     breaking(tensors, module)
