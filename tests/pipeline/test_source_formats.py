@@ -16,12 +16,14 @@ import tiny
 import torch
 from commands import Command
 from low_bits import LAYOUTS, rewrite_as, weights_of
+from planned import tiny_model
 from runs import change
 from source_forms import packed_integers, rewrite, write_plain
 from torch import Tensor
 from whole_models import finished_weights, run_whole, stored
 
 from quantizers.checkpoint.reader import open_folder, read_config
+from quantizers.formats.declared import declared_forms
 from quantizers.planning.job import prepare
 from quantizers.stitch.audit.checkpoint import verify
 from quantizers.system.errors import CheckpointError
@@ -156,6 +158,30 @@ def test_config_json_alone_is_enough_for_a_plan(tmp_path: Path) -> None:
         alone = prepare(str(recipe), offline_facts=True)
         assert alone.source is None
         assert alone.plan.shards() == whole.plan.shards(), layout
+
+
+def test_modules_that_config_json_excludes_are_planned_as_plain() -> None:
+    """By its patterns alone, as transformers reads them; ModelOpt's are refused without the files."""
+    config = tiny.config()
+    section = config["quantization_config"] | {
+        "modules_to_not_convert": [r"model.layers.\d+.self_attn", "gate", "lm_head"]
+    }
+    plain = tiny_model(quantization_config=section).tensors
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert plain[name].dtype == "BF16"
+    assert f"{name}_scale_inv" not in plain
+    assert plain["model.layers.0.block_sparse_moe.experts.0.w1.weight"].dtype == "F8_E4M3"
+    names = "model.layers.1.block_sparse_moe.gate_proj", "model.layers.1.block_sparse_moe.gate", "x.gate"
+    declared = declared_forms(config | {"quantization_config": section | {"ignored_layers": [names[1]]}}, "here")
+    assert [declared.of(module) is None for module in names] == [False, True, True]
+    with pytest.raises(CheckpointError, match=r"modules_to_not_convert: '\*' is no regular expression"):
+        tiny_model(quantization_config=section | {"modules_to_not_convert": ["*"]})
+    with pytest.raises(CheckpointError, match=r"modules_to_not_convert: is .gate.; a list of names is needed"):
+        tiny_model(quantization_config=section | {"modules_to_not_convert": "gate"})
+    of_modelopt = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
+    tiny_model(quantization_config=of_modelopt | {"ignore": ["lm_head"]})
+    with pytest.raises(CheckpointError, match="does not say how each matrix is stored"):
+        tiny_model(quantization_config=of_modelopt | {"ignore": ["lm_head", "*self_attn*"]})
 
 
 def test_a_card_whose_kernels_are_unknown_is_left_out_or_refused(tmp_path: Path, command: Command) -> None:
