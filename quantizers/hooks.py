@@ -13,7 +13,7 @@ that without the folder the program does all but what the room adds. The file im
 - `on_card(report, place)`, `next_commands(report, folder)`, `plan_remarks(numbers)`: what page and model card say of
   servers, and the last lines of `run` and of `plan`.
 - `served_model(checkpoint, facts, device, card)`, `kernels_of(model, checkpoint, experts)`: a model as it is computed
-  on a kind of card, and by which kernels.
+  on a kind of card, and by which kernels. `unknown_kernel(plan, card)`: the format of a plan that has none there.
 - `imatrix_of_run()`: the work of `run --imatrix` at each layer of the source, see `pipeline/observer.py`.
 - `look_at_machine(rows)`: rows of `doctor`.
 """

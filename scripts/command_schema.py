@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 from quantizers.eval.coverage.figures import CoverageReport, Drawn
 from quantizers.eval.fidelity.figures import EvalReport
-from quantizers.eval.report.schema import AuditFigures, Engines, MeasuredRunReport, RunReport, StitchReport
+from quantizers.eval.report.schema import (
+    AuditFigures,
+    ConversionReport,
+    Engines,
+    MeasuredRunReport,
+    RunReport,
+    StitchReport,
+)
 from quantizers.serving.schema import ServeCheckReport
 from quantizers.sets.schema import SetComparison, SourceEffects
 from quantizers.system.keys import Part, key, maybe
@@ -86,4 +93,4 @@ PRINTED: dict[str, type[Part]] = {  # by the command that prints it; run and sti
     "compare": SetComparison,
     "calibration why": SourceEffects,
 }
-JSON_REPORTS: tuple[type[Part], ...] = (RunReport, MeasuredRunReport, StitchReport, *PRINTED.values())
+JSON_REPORTS: tuple[type[Part], ...] = (RunReport, MeasuredRunReport, ConversionReport, StitchReport, *PRINTED.values())

@@ -26,7 +26,7 @@ from typer.models import ArgumentInfo
 from quantizers.architectures.families import published_models
 from quantizers.calibration.set import CalibrationSet
 from quantizers.cli.main import app
-from quantizers.eval.report.schema import MeasuredRunReport, RunReport, StitchReport
+from quantizers.eval.report.schema import ConversionReport, MeasuredRunReport, RunReport, StitchReport
 from quantizers.recipe.catalogue import rows
 from quantizers.recipe.portable import is_hub_id
 from quantizers.recipe.schema import Recipe
@@ -168,7 +168,7 @@ SCHEMAS: dict[str, Callable[[], str]] = {
         TypeAdapter(OneError | SeveralErrors), "What --json prints after an error"
     ),
     "report.schema.json": lambda: json_schema(
-        TypeAdapter(MeasuredRunReport | RunReport | StitchReport), "report.json of quantize"
+        TypeAdapter(MeasuredRunReport | RunReport | ConversionReport | StitchReport), "report.json of quantize"
     ),
 } | {
     f"{words.replace(' ', '-')}.schema.json": partial(json_schema, model, f"What quantize {words} --json prints")

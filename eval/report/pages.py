@@ -88,7 +88,8 @@ def model_card(report: Report) -> str:
         folds="fold" in plan.actions,
         shared=any(SHARED in row.kind for row in plan.kinds),
         dense=plan.dense_layers,
-        form=_kept_form(plan) or "in 16 bits",
+        form=_in_words(plan.attention_form),
+        mtp_form=_in_words(plan.mtp.form if plan.mtp else None),
         attention=_attention(plan),
         conversion=CONVERSIONS.get(plan.attention or ""),
         declared=DECLARED in _tags(report),
@@ -110,8 +111,8 @@ def _numbers(report: Planned) -> str:
 
 
 def _title(report: Planned) -> str:
-    kept = next(iter(report.plan.kept_forms or ()), None)
-    attention = f"{'FP8' if kept.startswith('FP8') else kept} attention" if kept else "attention as published"
+    form = report.plan.attention_form
+    attention = f"{'FP8' if form.startswith('FP8') else form} attention" if form else "attention as published"
     if report.plan.attention == "bf16":
         attention = "BF16 attention"
     return f"{base_name(report.source.model)}: {attention}, {_numbers(report)} experts"
@@ -129,13 +130,12 @@ def _stored(report: Report) -> str:
     return scheme.in_words
 
 
-def _kept_form(plan: Plan) -> str | None:
-    """The form of attention in words; None if it is not quantized."""
-    forms = [name for name in plan.kept_forms or () if plan.attention != "bf16"]
+def _in_words(form: str | None) -> str:
+    """A format of the output's matrices in words; None for those that are not quantized."""
     for name, words in (("FP8 block", "in FP8 with a scale per block"), ("FP8 per", "in FP8 with a scale per row")):
-        if forms and forms[0].startswith(name):
+        if form and form.startswith(name):
             return words
-    return f"in {forms[0]}" if forms else None
+    return f"in {form}" if form else "in 16 bits"
 
 
 def _attention(plan: Plan) -> list[str]:
@@ -269,12 +269,13 @@ def _tags(report: Planned) -> list[str]:
     elif isinstance(report, PlannedRun):
         awq = bool(report.settings.recipe["experts"]["awq"])
     target = summary.converted_to(report)
-    in_fp8 = (_kept_form(report.plan) or "").startswith("in FP8")
+    kept = report.plan.kept_forms or []
+    in_fp8 = any(form.startswith("FP8") for form in kept)
     kinds = (["awq"] if awq else []) + (["fp8"] if in_fp8 else [])
     kinds += [target.tag] if target and target.tag and target.tag not in kinds else []
     names = ((s.short.lower(), f"w{s.bits}a{s.activations}") for s in summary.expert_schemes(report))
     widths = dict.fromkeys(tag for pair in names for tag in pair)
-    plain = target is not None and not kinds
+    plain = target is not None and not kinds and not kept
     return [
         *([] if plain else [DECLARED]),
         *kinds,

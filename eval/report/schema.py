@@ -143,6 +143,7 @@ class MtpLayers(Part):
 
     layers: list[int] = key("Their numbers")
     bytes: int = key("Their bytes in the source", "bytes")
+    form: str | None = maybe("Format of their routed experts; absent if these are not quantized")
 
 
 class Plan(Part):
@@ -161,6 +162,7 @@ class Plan(Part):
     index_bytes: int = key("Bytes of the index", "bytes")
     layer_source_bytes: int = key("Source bytes of the largest layer", "bytes")
     kept_forms: list[str] | None = maybe("Formats of all that is quantized besides routed experts; absent without any")
+    attention_form: str | None = maybe("Format of attention in the output; absent if it is not quantized")
     attention: str | None = maybe("What other linear modules were converted to: bf16, fp8, fp8-block; absent for keep")
     kv_cache: list[int] | None = maybe("Layers with scales for an FP8 cache of keys and values; absent without any")
     mtp: MtpLayers | None = maybe("Layers for speculative decoding; absent without any")

@@ -20,8 +20,6 @@ from .adapter import Call, command
 
 if TYPE_CHECKING:
     from quantizers.commands.run import FinishedCheckpoint
-
-if TYPE_CHECKING:
     from quantizers.eval.report.schema import ConversionReport, RunReport
 
 
@@ -57,14 +55,14 @@ def run(
     words = [str(word) for option, values in changed.items() for value in values or () for word in (option, value)]
     recipe, table = join([given["recipe"], *words]), ""
     if not call.as_json:
-        from quantizers.eval.report.schema import ConversionReport
-        from quantizers.pipeline.report_files import parsed, parsed_run
+        from quantizers.eval.report.schema import ConversionReport, RunReport
+        from quantizers.pipeline.report_files import parsed
 
         report = parsed(made.report, made.folder / REPORT)
         if isinstance(report, ConversionReport):
             table = conversion_table(report, made.folder, made.source, recipe, stream=given["stream"])
         else:
-            report = parsed_run(made.report, made.folder / REPORT)
+            assert isinstance(report, RunReport), "a stitch is another command's"
             table = run_table(report, made.folder, made.source, recipe, stream=given["stream"])
     common.emit(made.report, call.as_json, table, passed=made.passed)
 

@@ -122,7 +122,8 @@ def plan(
     if job.recipe.experts.convert is None and job.recipe.experts.signed and job.recipe.experts.engine == "gram":
         figures["limits"].append(NEGATIVE_SCALES)
     if job.source:
-        figures["limits"] += remarks_on_config(job.source, job.facts)
+        measured = job.recipe.experts.convert is None
+        figures["limits"] += remarks_on_config(job.source, job.facts, measured=measured)
         if left := left_behind(job.source):
             figures |= {"left_behind": left}
     if architecture := job.facts.found():

@@ -91,7 +91,7 @@ class RowFormat(Format):
 
     @property
     def edges(self) -> tuple[int, int]:
-        """Rows and columns of a block with one scale; 1 and 1 where there are no blocks."""
+        """Rows and columns that share a scale; 1 and 1 where there are none, or one for a row."""
         return (1, 1)
 
     @abstractmethod
@@ -174,6 +174,11 @@ class ExpertFormat(QuantizedFormat):
     def weight_bits(self) -> int:
         """Its bits."""
         return self.bits
+
+    @property
+    def edges(self) -> tuple[int, int]:
+        """A group of a row."""
+        return (1, self.group_size)
 
     @property
     @abstractmethod

@@ -31,7 +31,7 @@ import reprlib
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeGuard
 
 from quantizers.checkpoint.reader import CONFIG, Checkpoint
 from quantizers.checkpoint.safetensors_header import FLOATING, FP8, Spec, Stored
@@ -172,7 +172,7 @@ class Fp8Blocks(Fp8):
     def of_config_group(cls, weights: Mapping[str, Any], inputs: Any) -> Self | None:
         """FP8 in blocks, whatever becomes of activations."""
         block = weights.get("block_structure")
-        return cls(*block) if block and _declared(weights) == "block" else None
+        return cls(block[0], block[1]) if _is_block(block) and _declared(weights) == "block" else None
 
     @classmethod
     def stored(cls, checkpoint: Checkpoint, module: str) -> StoredMatrix | None:
@@ -270,11 +270,15 @@ def declared_block(config: Mapping[str, Any], where: str) -> tuple[int, int]:
     if structures:
         key, declared = "config_groups: block_structure", structures[0]
     declared = declared or [128, 128]
-    if not isinstance(declared, list) or len(declared) != 2 or not all(type(n) is int and n > 0 for n in declared):
+    if not _is_block(declared):
         raise CheckpointError(
             where, f"quantization_config.{key} is {reprlib.repr(declared)}", "two positive numbers are needed"
         )
     return declared[0], declared[1]
+
+
+def _is_block(declared: Any) -> TypeGuard[Sequence[int]]:
+    return isinstance(declared, list | tuple) and len(declared) == 2 and all(type(n) is int and n > 0 for n in declared)
 
 
 def blocks_of(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, ...]:
@@ -286,11 +290,11 @@ def stored_form(tensors: Mapping[str, Stored], block: tuple[int, int]) -> Fp8:
     """The format of a checkpoint with these tensors: ROWS if one is a scale per row, else in blocks of this size."""
     scales = ((name, scale.shape) for name, scale in tensors.items() if name.endswith(f".{SCALE}"))
     weights = ((tensors.get(name.removesuffix("_scale")), shape) for name, shape in scales)
-    per_row = any(weight and is_per_row(weight.shape, shape, block) for weight, shape in weights)
+    per_row = any(weight and _is_per_row(weight.shape, shape, block) for weight, shape in weights)
     return ROWS if per_row else Fp8Blocks(*block)
 
 
-def is_per_row(weight: Sequence[int], scale: Sequence[int], block: tuple[int, int]) -> bool:
+def _is_per_row(weight: Sequence[int], scale: Sequence[int], block: tuple[int, int]) -> bool:
     """Whether a scale of this shape is one per row of a weight (R, C)."""
     return tuple(scale) == (weight[0], 1) != blocks_of(weight, block)
 
@@ -302,6 +306,8 @@ def unreadable_scale(form: Fp8, scale: Stored, weight: tuple[int, ...]) -> str |
         return "in E8M0, powers of two in a byte, of rows" if in_bytes else None
     if scale.shape in ((), (1,), (1, 1)):
         return "for the whole matrix"
+    if scale.shape == weight[:1]:
+        return "per row without a second dimension"
     if len(scale.shape) == 2 and scale.shape[0] == weight[0] and scale.shape[1] > 1 and not weight[1] % scale.shape[1]:
         return f"for {weight[1] // scale.shape[1]} columns of each row"
     return None

@@ -57,13 +57,6 @@ class Target:
     words: str
     tag: str = ""
 
-    @property
-    def edges(self) -> tuple[int, int]:
-        """Numbers that rows and columns of a matrix must be multiples of, so that servers take it."""
-        if isinstance(self.form, Nvfp4 | Mxfp4):
-            return 1, GROUP if isinstance(self.form, Nvfp4) else MX_GROUP
-        return self.form.edges
-
 
 TARGETS: Mapping[str, Target] = {
     "bf16": Target(BF16, "BF16", "bfloat16"),
@@ -120,7 +113,7 @@ def holding(weights: Sequence[Tensor]) -> list[str]:
     """The names of the targets that hold every value of some matrices, which share what a format has once."""
     fitting = []
     for name, target in TARGETS.items():
-        rows, columns = target.edges
+        rows, columns = target.form.edges
         if any(weight.shape[0] % rows or weight.shape[1] % columns for weight in weights):
             continue
         made = encoded(target.form, weights)

@@ -56,6 +56,11 @@ class ModeloptNvfp4(RowFormat):
     def __str__(self) -> str:
         return f"ModelOpt's NVFP4 W4A{self.activations}"
 
+    @property
+    def edges(self) -> tuple[int, int]:
+        """A group of a row."""
+        return (1, GROUP)
+
     def parts(self, shape: tuple[int, ...]) -> Parts:
         """Codes, their scales, and one or two scales of the whole matrix."""
         rows, columns = shape

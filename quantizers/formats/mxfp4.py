@@ -49,6 +49,11 @@ class Mxfp4(QuantizedFormat):
     def __str__(self) -> str:
         return "MXFP4"
 
+    @property
+    def edges(self) -> tuple[int, int]:
+        """A group of a row."""
+        return (1, GROUP)
+
     def parts(self, shape: tuple[int, ...]) -> Parts:
         """Codes and scales, as compressed-tensors names them and vLLM loads them."""
         rows, columns = shape

@@ -47,6 +47,11 @@ class Mxfp8(QuantizedFormat):
     def __str__(self) -> str:
         return "MXFP8"
 
+    @property
+    def edges(self) -> tuple[int, int]:
+        """A group of a row."""
+        return (1, GROUP)
+
     def parts(self, shape: tuple[int, ...]) -> Parts:
         """Codes and scales, as compressed-tensors names them and vLLM loads them."""
         rows, columns = shape

@@ -102,6 +102,11 @@ class Nvfp4(ExpertFormat):
         return ("blackwell",) if self.input_scales else ()
 
     @property
+    def group_name(self) -> str:
+        """With the bits of activations."""
+        return f"nvfp4_w4a{self.activations}"
+
+    @property
     def bits_per_weight(self) -> float:
         """4.5."""
         return self.bits + 8 / GROUP

@@ -125,10 +125,10 @@ class Integers(ExpertFormat):
     @classmethod
     def of_config_group(cls, weights: Mapping[str, Any], inputs: Any) -> Self | None:
         """The integers in groups that a config group declares, without quantized activations."""
-        group = weights.get("group_size")
-        if (weights.get("type"), weights.get("strategy")) != ("int", "group") or not group or inputs:
+        bits, group = weights.get("num_bits"), weights.get("group_size")
+        if (weights.get("type"), weights.get("strategy")) != ("int", "group") or inputs:
             return None
-        return cls(weights["num_bits"], group)
+        return cls(bits, group) if type(bits) is int and type(group) is int and group > 0 else None
 
     @classmethod
     def stored(cls, checkpoint: Checkpoint, module: str) -> StoredMatrix | None:

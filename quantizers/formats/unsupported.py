@@ -1,8 +1,8 @@
 """Checkpoints that are refused by their config.json: unsupported formats, sources in 4 bits, swapped arguments.
 
 All are refused with a CheckpointError of one line, which names the key or the sign, and the remedy. (GGUF files are
-refused in checkpoint/reader.py.) A source in 4 bits would only get worse; candidates of `verify`, `eval` and `stitch`
-may have them:
+refused in checkpoint/reader.py.) A source in 4 bits would only get worse, so that a recipe must accept it; candidates
+of `verify`, `eval` and `stitch` may have them:
 
     gpt-oss                      quantization_config.quant_method: mxfp4
     Kimi-K2-Thinking and later   a config group of compressed-tensors whose weights have num_bits: 4
@@ -26,6 +26,7 @@ from quantizers.system.output_files import REPORT
 
 from .awq_gptq import is_awq_or_gptq, read_packing
 from .declared import group_forms
+from .fp8 import declared_block
 from .modelopt import MODELOPT, algorithm_problems
 
 SECTION, QUARK = "quantization_config", "quark"
@@ -92,7 +93,7 @@ def _quark_problems(section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 FEW_BITS = 4
-ALREADY = "this model already has 4-bit weights, so there is nothing to quantize"
+ALREADY = "this model already has weights of 4 bits or fewer, so there is nothing to quantize"
 RELEASE = "give the model's FP8 or BF16 release"
 ACCEPT = (
     f"{RELEASE}; or, to have its experts in fewer bits, source.accept_quantized: true in the recipe (quantize new "
@@ -108,7 +109,7 @@ INNER = ("text_config", SECTION, "config_groups", "weights")  # sections that sa
 
 def refuse_four_bits(config: Mapping[str, Any], where: str) -> None:
     """Refuse a source whose weights have 4 bits or fewer, by its config.json, whose path is `where`."""
-    for sign in _four_bit_keys(config):
+    for sign in four_bit_keys(config):
         remedy = RELEASE
         with contextlib.suppress(CheckpointError):  # accepted, it would be refused for this
             refuse_unquantizable(config, where, accepted=True)
@@ -131,18 +132,19 @@ def refuse_unquantizable(config: Mapping[str, Any], where: str, *, accepted: boo
             RELEASE,
         )
     refuse_unsupported(config, where)
+    declared_block(config, where)  # for its errors
     if (config.get(SECTION) or {}).get("quant_method") == "compressed-tensors":
         group_forms(config, where)
 
 
-def _four_bit_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def four_bit_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Each key that declares weights of 4 bits or fewer, with its value; those of inner sections included."""
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and (key in INNER or prefix.endswith("config_groups.")):
-            yield from _four_bit_keys(value, f"{name}.")
+            yield from four_bit_keys(value, f"{name}.")
         named = isinstance(value, str) and NAMED.fullmatch(key) and FOUR_BIT_NAME.search(value)
-        few = type(value) is int and key in BITS and 1 <= value <= 4
+        few = type(value) is int and key in BITS and 1 <= value <= FEW_BITS
         if named or few or (value is True and key in SWITCHES):
             yield f"{printed(name)} is {reprlib.repr(value)}"
 
@@ -168,4 +170,4 @@ def _quantized_by(checkpoint: Checkpoint) -> str | None:
             return f"its {REPORT} says that this program made it"
     if is_awq_or_gptq(checkpoint.config):
         return f"its {CONFIG} says quant_method: {checkpoint.config[SECTION]['quant_method']}"
-    return next((f"its {CONFIG} says {sign}" for sign in _four_bit_keys(checkpoint.config)), None)
+    return next((f"its {CONFIG} says {sign}" for sign in four_bit_keys(checkpoint.config)), None)

@@ -32,7 +32,7 @@ from quantizers.planning.plan import Action, Plan
 from quantizers.recipe.portable import Resolved, resolve_recipe
 from quantizers.stitch.audit.layer import written_from
 from quantizers.stitch.write.config_files import write_config_files
-from quantizers.stitch.write.shard import kept_hashes, layer_tensors, write_shard
+from quantizers.stitch.write.shard import copy_shard, kept_hashes, layer_tensors, write_shard
 from quantizers.system.errors import InputError, RecipeError
 from quantizers.system.files import write_json, write_text
 from quantizers.system.output_files import FACTS
@@ -136,8 +136,8 @@ def convert_parts(job: Job, context: Context) -> list[ConvertedPart]:
         progress("converting", len(files), len(done), kept=True) as shown,
     ):
 
-        def convert(part: int | None, stored: Checkpoint, watch: Watch) -> None:
-            done[part] = entry = _convert_part(replace(job, source=stored), part, context, watch)
+        def finish(part: int | None, entry: ConvertedPart) -> None:
+            done[part] = entry
             write_json(files[part], entry.as_dict())
             context.upload(entry.file)
             shown("outside the layers" if part is None else f"layer {part}")
@@ -146,17 +146,21 @@ def convert_parts(job: Job, context: Context) -> list[ConvertedPart]:
         for part in others:
             context.check()
             watch = Watch()
+            if part is not None and part in plan.tables:
+                finish(part, _copy_part(plan, part, source, context, watch))
+                continue
             stored = load_once(source, names[part], SINGLE_PROCESS)
             watch.lap("read")
-            convert(part, stored, watch)
+            finish(part, _convert_part(replace(job, source=stored), part, context, watch))
         with walk(source, {part: names[part] for part in layers}, check=context.check) as steps:
             for step in steps:
-                convert(step.number, step.source, step.watch)
+                made = _convert_part(replace(job, source=step.source), step.number, context, step.watch)
+                finish(step.number, made)
     return [done[part] for part in plan.parts]
 
 
 def _entry_file(plan: Plan, work: Path, part: int | None) -> Path:
-    if part is None or part in plan.mtp:
+    if part is None or part >= plan.layers:
         return journal.passthrough_file(work, part)
     return journal.layer_file(work, part)
 
@@ -173,17 +177,33 @@ def _convert_part(job: Job, part: int | None, context: Context, watch: Watch) ->
         values += sum(map(torch.Tensor.numel, weights))
     watch.lap("convert")
     doing("writing")
-    actions, shard = plan.of_layer(part), plan.shard_file(part)
+    shard = plan.shard_file(part)
     tensors = layer_tensors(plan, part, stored, None, made=made).host
     digest = write_shard(tensors, context.work / "output" / shard, kept_hashes(plan, part, stored), plan.unread(part))
     watch.lap("write")
-    audit = written_from(actions, values)
+    return _entry(plan, part, digest, values, context, watch)
+
+
+def _copy_part(plan: Plan, part: int, source: Checkpoint, context: Context, watch: Watch) -> ConvertedPart:
+    """Write the shard of a layer's tables, which no memory holds."""
+    doing("writing")
+    digest = copy_shard(plan, part, source, context.work / "output" / plan.shard_file(part))
+    source.release(action.source for action in plan.of_layer(part))
+    watch.lap("write")
+    return _entry(plan, part, digest, 0, context, watch)
+
+
+def _entry(
+    plan: Plan, part: int | None, digest: journal.ShardDigest, values: int, context: Context, watch: Watch
+) -> ConvertedPart:
+    """The journal's entry of a part whose shard is written, with so many values that were converted."""
+    audit = written_from(plan.of_layer(part), values)
     return ConvertedPart(
         layer=part,
         seconds=watch.seconds,
         matrices=audit.converted,
         values=values,
-        shard=shard,
+        shard=plan.shard_file(part),
         digest=digest,
         audit=audit.as_dict(),
         peak_memory_bytes=peak_memory(context.device),

@@ -96,7 +96,7 @@ def _refuse_absent_rooms(job: Job, options: Options) -> None:
     """Raise an InputError if the run is asked for what this installation, or a room of it, cannot do."""
     if observer := options.observer():
         observer.refuse(job)
-    if job.recipe.as_served:
+    if job.as_served:
         required("served_model", f"{job.path}: verify.as_served")
 
 

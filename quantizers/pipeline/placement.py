@@ -42,7 +42,7 @@ def share_memory(job: Job, lengths: Sequence[int], texts: Sequence[int], options
     if dist.is_distributed and memory.units < dist.world_size:
         batches = f"{memory.units} expert batch{'es' if memory.units > 1 else ''} of {memory.unit} experts"
         print(f"{batches} for {dist.world_size} processes: some will be idle", file=sys.stderr)
-    on_cards = len(job.recipe.as_served) * held_out_bytes(job.facts, text_rows, torch.bfloat16.itemsize)
+    on_cards = len(job.as_served) * held_out_bytes(job.facts, text_rows, torch.bfloat16.itemsize)
     as_stored = held_out_bytes(job.facts, text_rows, forward_dtype(options.device).itemsize)
     return placed, as_stored * (2 if job.plan.cached else 1) + on_cards + in_files
 

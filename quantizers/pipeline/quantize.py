@@ -207,7 +207,7 @@ def _held_out_streams(
         )
 
     source, output = new(0, model), new(1, model)
-    cards = job.recipe.as_served if texts else ()
+    cards = job.as_served if texts else ()
     cached = [1] if texts and job.plan.cached else []
     both = [model.checkpoint, model.checkpoint]  # what lies outside the layers is the same
     return source, output, variants_of(both, job.facts, context.device, model.dtype, cards, cached, new)

@@ -68,12 +68,14 @@ def planned_report(job: Job, resolved: Resolved, data: CalibrationData, device: 
 def planned_conversion(job: Job, resolved: Resolved, device: torch.device) -> schema.PlannedByRecipe:
     """The same without a calibration set, as of a recipe that converts."""
     source, model = job.opened, resolved.recipe.source.model
-    remarks = [job.facts.origin(), *remarks_on_config(source, job.facts), left_behind(source)]
+    measured = job.recipe.experts.convert is None
+    unmeasured = [f"not measured as served on {card}: {words} there" for card, words in job.left_out.items()]
+    remarks = [job.facts.origin(), *remarks_on_config(source, job.facts, measured=measured), left_behind(source)]
     return schema.PlannedByRecipe(
         source=source_figures(job.facts, model, source, " and ".join(map(str, job.plan.source_experts))),
         plan=plan_figures(job.plan, job.facts),
         versions=versions(),
-        notes=[*filter(None, remarks), *unchecked_notes()],
+        notes=[*filter(None, remarks), *unmeasured, *unchecked_notes()],
         architecture=job.facts.found() or None,
         serving=serving(job.plan, job.facts, source, model),
         settings=schema.Settings(

@@ -19,7 +19,7 @@ from quantizers.system.files import atomic, disk_errors, file_sha256, write_text
 from quantizers.system.output_files import CALIBRATION, CARD, FACTS, PAGE, RECIPE, REPORT, is_within
 
 if TYPE_CHECKING:
-    from quantizers.eval.report.schema import Report, RunReport, StitchReport
+    from quantizers.eval.report.schema import Report, StitchReport
 
 FRONT_MATTER = re.compile(r"(\ufeff?\s*---[ \t]*\n)(.*?)(?=^---[ \t]*$)", re.DOTALL | re.MULTILINE)
 # Keys of the front matter that describe the checkpoint itself; who publishes it may add other keys, and list entries.
@@ -99,15 +99,6 @@ def parsed(contents: Mapping[str, Any], file: Path) -> Report:
     except ValidationError as failure:
         key, fault = ".".join(map(str, failure.errors()[0]["loc"])), failure.errors()[0]["msg"]
         raise InputError(f"{file}: {key}", fault, "take the version of this program that wrote it") from None
-
-
-def parsed_run(contents: Mapping[str, Any], file: Path) -> RunReport:
-    """The report.json of a run, see `parsed`."""
-    from quantizers.eval.report.schema import RunReport
-
-    report = parsed(contents, file)
-    assert isinstance(report, RunReport)
-    return report
 
 
 def parsed_stitch(contents: Mapping[str, Any], file: Path) -> StitchReport:

@@ -47,7 +47,7 @@ def open_work_folder(
                 "its finished layers were measured on no held-out set",
                 "leave verify.perplexity out as before, or start over with --fresh",
             )
-        as_served = {"as_served": job.recipe.as_served} if job.recipe.as_served else {}
+        as_served = {"as_served": job.as_served} if job.as_served else {}
         measured = {"held_out": inputs.evaluation.identity} | as_served
         journal.refuse_changes(work, measured, output, journal.HELD_OUT)
     journal.remove_cut_files(work)

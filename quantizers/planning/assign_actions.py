@@ -287,8 +287,10 @@ def _take_parts(remaining: Remaining, module: _Module, matrix: StoredMatrix, whe
     taken = []
     for last, (_, expected) in zip(matrix.parts, matrix.form.parts(matrix.shape), strict=False):
         dtypes = FLOATING if expected.dtype in FLOATING else (expected.dtype, *(E8M0, "I8") * (expected.dtype == "U8"))
-        name = f"{module.name}.{last}"
-        taken.append((name, take(remaining, name, expected.shape, dtypes, where)))
+        name, shape = f"{module.name}.{last}", expected.shape
+        if not shape and name in remaining and remaining[name].shape == (1,):
+            shape = (1,)  # ModelOpt's files have one number in either shape
+        taken.append((name, take(remaining, name, shape, dtypes, where)))
     return taken
 
 
@@ -327,8 +329,8 @@ def require_group(scheme: ExpertFormat, sizes: Mapping[str, int], where: str) ->
 
 def _require_edges(convert: str, sizes: Mapping[str, int], where: str) -> None:
     """Raise a RecipeError unless blocks or groups of a target divide all sizes of the experts' matrices."""
-    edge = max(TARGETS[convert].edges)
-    others = [n for n, t in TARGETS.items() if not any(size % max(t.edges) for size in sizes.values())]
+    edge = max(TARGETS[convert].form.edges)
+    others = [n for n, t in TARGETS.items() if not any(size % max(t.form.edges) for size in sizes.values())]
     for name, size in sizes.items():
         if size % edge:
             raise RecipeError(

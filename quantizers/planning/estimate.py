@@ -135,8 +135,9 @@ def _estimate_conversion(job: Job, output_bytes: int, processes: int, disk: floa
     converted = [action for action in plan.actions if action.kind == "convert"]
     source = sum(action.spec.bytes for action in plan.actions)
     weights = sum(math.prod(action.shape) for action in converted)
-    layer = max(sum(action.spec.bytes for action in plan.of_layer(part)) for part in plan.parts)
-    written = max(sum(spec.bytes for spec in plan.shard(part).values()) for part in plan.parts)
+    held = [part for part in plan.parts if part not in plan.tables]  # which are copied in pieces
+    layer = max(sum(action.spec.bytes for action in plan.of_layer(part)) for part in held)
+    written = max(sum(spec.bytes for spec in plan.shard(part).values()) for part in held)
     matrices = CONVERTED_AT_ONCE * max(math.prod(action.shape) for action in converted)
     whole = Work(moved=float(MOVED_TO_CONVERT * weights), files=float(source + output_bytes))
     again = Work(files=float(output_bytes))
@@ -231,7 +232,7 @@ def layer_work(job: Job, number: int, lengths: Sequence[int], texts: Sequence[in
 
 def _models(job: Job) -> int:
     """The models that the texts go through: source and output, as stored and on each card; two with an FP8 cache."""
-    return 2 * (1 + len(job.recipe.as_served) + bool(job.plan.cached))
+    return 2 * (1 + len(job.as_served) + bool(job.plan.cached))
 
 
 def _device_memory(

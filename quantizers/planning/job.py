@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -25,7 +25,9 @@ from quantizers.checkpoint.safetensors_header import Spec, printed
 from quantizers.formats.fp8 import declared_block
 from quantizers.formats.stored_matrices import architecture_of, quantized_matrices
 from quantizers.formats.tensor_names import split_fused, split_fused_experts
-from quantizers.formats.unsupported import ACCEPT, ALREADY, FEW_BITS, refuse_unquantizable
+from quantizers.formats.unsupported import ACCEPT, ALREADY, FEW_BITS, four_bit_keys, refuse_unquantizable
+from quantizers.hooks import hook
+from quantizers.recipe.cards import Card
 from quantizers.recipe.read import (
     Change,
     facts_location,
@@ -61,12 +63,19 @@ class Job:
     allocation: Allocation | None = None  # of a recipe with a budget; the plan uses the best uniform scheme until then
     location: str = ""  # where the source is: a folder, or a Hub id
     facts_file: Path | None = None  # the user's file that `facts` was read from; None for built-in facts
+    # Cards that the experts' format asks for by itself, and of which of the plan's formats no kernel is known there.
+    left_out: Mapping[Card, str] = field(default_factory=dict)
 
     @property
     def opened(self) -> Checkpoint:
         """The source of a job that is to be run."""
         assert self.source is not None
         return self.source
+
+    @property
+    def as_served(self) -> tuple[Card, ...]:
+        """The cards on which source and output are measured."""
+        return tuple(card for card in self.recipe.as_served if card not in self.left_out)
 
     @property
     def integers(self) -> set[tuple[int, int, bool]]:
@@ -154,25 +163,40 @@ def prepare(
         kv_cache=recipe.kv_cache == "fp8",
         matrices=quantized_matrices(source.tensors if source else tensors, config, where),
     )
-    _refuse_few_bits(plan, recipe, where)
+    few = [form for form in plan.source_experts if form.weight_bits <= FEW_BITS]
+    if few and not _accepted(recipe):
+        raise CheckpointError(where, f"its experts are stored as {few[0]}: {ALREADY}", ACCEPT)
+    if recipe.source.accept_quantized and not few and not any(four_bit_keys(config)):
+        stored = " and ".join(map(str, plan.source_experts))
+        raise RecipeError(
+            given_at(("source", "accept_quantized"), path, changes),
+            f"has no effect on experts that are stored as {stored}",
+            "remove the key",
+        )
     choices = None
     if recipe.experts.by_budget:
         key = "budget" if recipe.experts.budget is not None else "bits_per_weight"
         choices = allocation(plan, facts, recipe.experts, given_at(("experts", key), path, changes))
         plan = plan.with_schemes(choices.best_uniform())
-    return Job(recipe, path, facts, config, plan, source, basis, choices, location, facts_file)
+    left_out = _unknown_cards(plan, recipe)
+    for card, words in left_out.items():
+        if recipe.verify and recipe.verify.as_served:
+            raise RecipeError(
+                given_at(("verify", "as_served"), path, changes), f"{card}: {words} there", "remove this card"
+            )
+    return Job(recipe, path, facts, config, plan, source, basis, choices, location, facts_file, left_out)
+
+
+def _unknown_cards(plan: Plan, recipe: Recipe) -> dict[Card, str]:
+    """The cards to be measured on for which a kernel is not known, with the first format that lacks one, in words."""
+    unknown_kernel = hook("unknown_kernel")
+    words = {card: unknown_kernel(plan, card) for card in recipe.as_served if unknown_kernel}
+    return {card: text for card, text in words.items() if text}
 
 
 def _accepted(recipe: Recipe) -> bool:
     """Whether experts may have 4 bits or fewer in the source."""
     return recipe.source.accept_quantized or recipe.experts.convert is not None
-
-
-def _refuse_few_bits(plan: Plan, recipe: Recipe, where: str) -> None:
-    """Refuse a source whose experts have 4 bits or fewer, unless the recipe accepts it."""
-    few = [form for form in plan.source_experts if form.weight_bits <= FEW_BITS]
-    if few and not _accepted(recipe):
-        raise CheckpointError(where, f"its experts are stored as {few[0]}: {ALREADY}", ACCEPT)
 
 
 def _of_class(config: dict[str, Any], where: str) -> dict[str, Spec]:

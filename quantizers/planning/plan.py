@@ -177,6 +177,12 @@ class Plan:
         experts = (a for a in self.actions if a.expert is not None and a.layer in self.mtp)
         return next((action.quantized for action in experts if action.quantized), None)
 
+    @cached_property
+    def attention_form(self) -> QuantizedFormat | None:
+        """The quantized format of attention, by the first of its matrices that has one."""
+        attention = (action for action in self.actions if action.is_other_matrix and "attn" in action.source)
+        return next((action.quantized for action in attention if action.quantized), None)
+
     @property
     def kept_forms(self) -> list[QuantizedFormat]:
         """The quantized formats of all that is no routed expert of a decoder layer, each once."""
@@ -312,7 +318,8 @@ def summary(plan: Plan, facts: Architecture) -> dict[str, object]:
     if plan.cached:
         only_if_given["kv_cache"] = sorted(plan.cached)
     if plan.mtp:
-        only_if_given["mtp"] = {"layers": list(plan.mtp), "bytes": sum(source[n] for n in plan.mtp)}
+        of_experts = {"form": str(plan.mtp_form)} if plan.mtp_form else {}
+        only_if_given["mtp"] = {"layers": list(plan.mtp), "bytes": sum(source[n] for n in plan.mtp), **of_experts}
     return {
         "layers": facts.num_layers,
         "dense_layers": sorted(facts.dense),
@@ -328,5 +335,6 @@ def summary(plan: Plan, facts: Architecture) -> dict[str, object]:
         "shards": shards,
         "layer_source_bytes": max(source[layer] for layer in range(plan.layers)),
         **({"kept_forms": list(map(str, plan.kept_forms))} if plan.kept_forms else {}),
+        **({"attention_form": str(plan.attention_form)} if plan.attention_form else {}),
         **only_if_given,
     }

@@ -167,10 +167,8 @@ class ServedModel(StreamedModel):
     """
 
     def __init__(self, checkpoint: Checkpoint, facts: Architecture, device: torch.device, card: Card) -> None:
-        if (block := block_size(checkpoint)) not in (
-            (BLOCK, BLOCK),
-            (1, e8m0.GROUP),
-        ):  # the latter as MXFP8 declares it
+        # The second as MXFP8 declares it.
+        if (block := block_size(checkpoint)) not in ((BLOCK, BLOCK), (1, e8m0.GROUP)):
             raise _another_block(checkpoint, block)
         super().__init__(checkpoint, facts, device, DTYPE)
         self.card = card
@@ -245,11 +243,11 @@ def kernels_of(model: StreamedModel, checkpoint: Checkpoint, experts: Format | N
     facts, card = model.facts, model.card
     kernels = dict.fromkeys(sorted(model.exact), "bfloat16 alone is simulated")
     for number in range(facts.num_layers):
-        modules = [facts.layer(number, name) for name in facts.of_layer(number).linears]
-        routed = [facts.expert(number, 0, matrix) for matrix in facts.matrices if number not in facts.dense]
-        for module in (*modules, *routed):
+        modules = {facts.layer(number, name): shape for name, shape in facts.of_layer(number).linears.items()}
+        matrices = facts.matrices if number not in facts.dense else ()
+        routed = {facts.expert(number, 0, matrix): facts.expert_linears[matrix].shape for matrix in matrices}
+        for module, shape in (modules | routed).items():
             where: Where = "experts" if module in routed else "linear"
             form = experts if where == "experts" and experts else stored_format(checkpoint, module)
-            shape = checkpoint.tensors[f"{module}.weight"].shape if f"{module}.weight" in checkpoint.tensors else (0, 0)
             kernels[f"{WHERE[where]} in {form.description}"] = str(kernel(card, where, form, shape))
     return kernels

@@ -494,7 +494,7 @@ def tensor_parallel(ranks: int, facts: Architecture, lookups: Sequence[Lookup]) 
     if problem := lacking_facts(facts):
         return problem
     experts = {lookup.scheme for lookup in lookups if lookup.kind == EXPERTS and lookup.scheme}
-    groups = {s.group_size for s in experts if (s.type == "int" or isinstance(s.form, Nvfp4)) and s.group_size}
+    groups = {scheme.group_size for scheme in experts if scheme.group_size}
     linears = facts.every_linear()
     blocks = {
         name: lookup.scheme.block

@@ -117,6 +117,13 @@ def served_model(checkpoint: Checkpoint, facts: Architecture, device: device, ca
     return as_served.ServedModel(checkpoint, facts, device, card)
 
 
+def unknown_kernel(plan: Plan, card: Card) -> str | None:
+    """The first format of source or output of which no kernel on a card is known, in words: kernels.py."""
+    from . import kernels
+
+    return kernels.unknown_kernel(plan, card)
+
+
 def kernels_of(model: StreamedModel, checkpoint: Checkpoint, experts: Format | None) -> dict[str, str]:
     """The kernel for each kind of matrix there, in words: as_served.py."""
     from . import as_served

@@ -38,6 +38,8 @@ from typing import Literal, TypeGuard
 from quantizers.architectures.architecture import Architecture
 from quantizers.architectures.matrices import PROJECTIONS
 from quantizers.formats.format import Format
+from quantizers.formats.fp8 import BLOCKS, Fp8Blocks
+from quantizers.planning.plan import Plan
 from quantizers.recipe.cards import Card
 from quantizers.system.errors import InputError
 
@@ -264,6 +266,19 @@ def kernel(card: Card, where: Where, form: Format, shape: tuple[int, ...]) -> Ke
             f"as served on {card}", f"{form.description} is not known for {WHERE[where]}", "leave this card out"
         )
     return chosen
+
+
+def unknown_kernel(plan: Plan, card: Card) -> str | None:
+    """The first format of source or output, in the decoder layers, of which no kernel is known; None if all are."""
+    for action in plan.actions:
+        if action.stored is None or action.layer is None or action.layer >= plan.layers:
+            continue
+        where: Where = "linear" if action.expert is None else "experts"
+        for form in filter(None, (action.stored.form, action.written)):
+            other_blocks = isinstance(form, Fp8Blocks) and form.edges != BLOCKS.edges
+            if other_blocks or _kernel(card, where, form.kind, action.shape) is None:
+                return f"{form} is not known for {WHERE[where]}"
+    return None
 
 
 def _kernel(card: Card, where: Where, kind: str, shape: tuple[int, ...]) -> Kernel | None:

@@ -23,7 +23,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from quantizers.architectures.architecture import Architecture, Parts
 from quantizers.architectures.fused import FUSED
@@ -76,7 +76,7 @@ class Model:
     layers: tuple[Mapping[str, int], ...]  # weights of a layer: its EXPERTS, each passthrough linear module, all OTHERS
     outside: int  # embedding, head and final norm
     bits: frozenset[int]  # of the experts
-    groups: frozenset[int]  # the group sizes of the experts
+    groups: frozenset[int]  # columns of the experts' matrices that share a scale
     padded: frozenset[int]  # the layers whose experts vLLM's Humming has, which fills their shapes up
     blocks: Blocks  # of the passthrough linear modules that are FP8 in blocks
     longest: int  # the model's maximum context; 0 if config.json does not say
@@ -109,7 +109,7 @@ class Fit:
     fits: bool
 
 
-def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any]) -> Model:
+def serving_model(plan: Plan, facts: Architecture) -> Model:
     """The facts about a plan's output; InputError where the architecture spec does not say how servers divide it."""
     if problem := lacking_facts(facts):
         raise InputError("", problem)
@@ -130,7 +130,7 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any]) -> Mo
         layers=tuple(layers),
         outside=outside,
         bits=frozenset(form.bits for form in plan.expert_forms.values() if isinstance(form, ExpertFormat)),
-        groups=frozenset(map(_group_of, plan.expert_forms.values())),
+        groups=frozenset(form.edges[1] for form in plan.expert_forms.values()),
         padded=frozenset(layer for layer, form in plan.expert_forms.items() if is_padded(form)),
         blocks=blocks,
         longest=facts.positions or 0,
@@ -142,11 +142,6 @@ def serving_model(plan: Plan, facts: Architecture, config: dict[str, Any]) -> Mo
 def is_padded(form: RowFormat) -> bool:
     """Whether vLLM's Humming has experts in this format, which fills their shapes up."""
     return isinstance(form, ExpertFormat) and only_humming_takes(declared_scheme(form.config_group()))
-
-
-def _group_of(form: RowFormat) -> int:
-    """Columns of an expert's matrix that must not be split between GPUs."""
-    return form.group_size if isinstance(form, ExpertFormat) else form.edges[1]
 
 
 def tensor_parallel_problem(model: Model, parallel: int) -> str | None:
@@ -393,7 +388,7 @@ def obstacles(ranks: int, facts: Architecture, groups: Iterable[int], blocks: Bl
 
     Args:
         facts: with `kv_cache` and `tensor_parallel`, see `lacking_facts`.
-        groups: group sizes of the experts' integers.
+        groups: columns of the experts' matrices that share a scale, and must not be split.
         blocks: of the passthrough linear modules that are FP8 with a scale per block.
     """
     assert facts.kv_cache is not None

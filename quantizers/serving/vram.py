@@ -42,7 +42,7 @@ HOPPER = 90  # its compute capability, in tenths
 
 def fits_on_common(plan: Plan, facts: Architecture, source: Checkpoint) -> dict[str, Any]:
     """Common GPUs on which a plan's output fits: `longest`, `fits` and `assumptions` of `Serving` in report.json."""
-    model = serving_model(plan, facts, source.config)
+    model = serving_model(plan, facts)
     common = common_fits(model)
     gpus = [parse_gpus(row.cards) for row in common]
     return {
@@ -84,7 +84,7 @@ def fits_on(
         if ram is not None:
             raise InputError("--ram", problem, "leave it out")
         return {"cards_unknown": problem, "weights": weights_alone(job.plan, gpus)}
-    model = serving_model(job.plan, job.facts, job.config)
+    model = serving_model(job.plan, job.facts)
     about: dict[str, Any] = {}
     if budget is not None:
         about["counted"] = budget

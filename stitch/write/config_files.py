@@ -95,8 +95,11 @@ def untied_keys(config: Mapping[str, Any], facts: Architecture) -> dict[str, Any
     return untied(config, model_class(facts.model_class, f"the facts of {facts.model_type}: model_class"))
 
 
-def remarks_on_config(source: Checkpoint, facts: Architecture) -> list[str]:
-    """Sentences about keys of a source's config.json that its files contradict: tied embeddings, dtype, FP8."""
+def remarks_on_config(source: Checkpoint, facts: Architecture, *, measured: bool = True) -> list[str]:
+    """Sentences about keys of a source's config.json that its files contradict: tied embeddings, dtype, FP8.
+
+    Where an output is `measured` against it, also about experts that it has in few bits.
+    """
     remarks, config = list[str](), source.config
     if untied_keys(config, facts):
         remarks.append(
@@ -119,6 +122,8 @@ def remarks_on_config(source: Checkpoint, facts: Architecture) -> list[str]:
     if stated != any(info.dtype == FP8 for info in source.tensors.values()) and (stated or not section):
         what = "says fp8, but no tensor is" if stated else "is missing, but tensors are FP8"
         remarks.append(f"config.json's quantization_config {what}: each tensor is read as its header says")
+    if not measured:
+        return remarks
     first = facts.expert(facts.moe_layers[0], 0, "down")
     parts = {name: info for name, info in source.tensors.items() if name.startswith(f"{first}.")}
     forms = [matrix.form for matrix in quantized_matrices(parts, config, source.name).values()]
@@ -141,7 +146,10 @@ def quantization_config(facts: Architecture, plan: Plan) -> dict[str, Any]:
     if plan.mtp_form:
         of_forms[plan.mtp_form] = [*of_forms.get(plan.mtp_form, []), *mtp_experts]
     routed = _routed_groups(facts, plan, targets)
-    attention = {f"attention_{form.group_name}": _group(patterns, form) for form, patterns in of_forms.items()}
+    attention = dict[str, Any]()
+    for form, patterns in of_forms.items():  # several may differ in nothing that a group says: in the scales' dtype
+        group = attention.setdefault(f"attention_{form.group_name}", _group([], form))
+        group["targets"] += _group(patterns, form)["targets"]
     plain = [] if plan.mtp_form else [f"re:{pattern}" for pattern in mtp_experts]
     if any(isinstance(form, Plain) for form in plan.expert_forms.values()):
         plain.append(f"re:{_routed_pattern(facts, plan, targets)}")

@@ -27,7 +27,7 @@ from quantizers.eval.coverage.routing import Routed
 from quantizers.eval.coverage.summary import report
 from quantizers.eval.fidelity.figures import Fidelity
 from quantizers.eval.report import pages, plots
-from quantizers.pipeline.report_files import parsed_run, write_report
+from quantizers.pipeline.report_files import parsed, write_report
 from quantizers.recipe.schema import CoverageGate
 from quantizers.sets import compare, coverage
 from quantizers.system import files
@@ -202,7 +202,7 @@ def test_a_page_or_picture_that_fails_at_the_end_of_a_run_is_a_note(
     (folder / "coverage.png.tmp").mkdir()  # so that it cannot be written
     monkeypatch.setattr(pages, "html_report", _zero)
     texts = {name: (folder / name).read_text() for name in ("recipe.yaml", "calibration.yaml", "held-out.yaml")}
-    write_report(folder, parsed_run(finished.report, folder / "report.json"), texts)
+    write_report(folder, parsed(finished.report, folder / "report.json"), texts)
     (folder / "coverage.png.tmp").rmdir()
     written = json.loads((folder / "report.json").read_text())
     picture, page = written["notes"][-2:]

@@ -338,7 +338,7 @@ IN_BLOCKS = kinds(
     (SHARED, "keep"),
 )
 ROW = {"tensors": 1, "bytes_before": 1, "bytes_after": 1}
-ROWS, BLOCKS = ["FP8 per channel"], ["FP8 block 128x128"]
+ROWS, BLOCKS = "FP8 per channel", "FP8 block 128x128"
 
 
 def with_plan(report: Report, **changes: Any) -> Report:
@@ -347,19 +347,21 @@ def with_plan(report: Report, **changes: Any) -> Report:
 
 
 def test_a_card_says_what_is_kept_besides_attention_and_in_which_form(published: Report) -> None:
-    mtp = {"layers": [92], "bytes": 4_321_000_000}
+    mtp = {"layers": [92], "bytes": 4_321_000_000, "form": "FP8 block 128x128"}
     text = model_card(
-        checked(with_plan(published, layers=92, dense_layers=[0, 1, 2], mtp=mtp, kinds=PER_ROW, kept_forms=ROWS))
+        checked(with_plan(published, layers=92, dense_layers=[0, 1, 2], mtp=mtp, kinds=PER_ROW, attention_form=ROWS))
     )
     assert (
         "Passed through, in FP8 with a scale per row: attention (`q_proj`, `o_proj`); the MLP of layers 0, 1, 2, "
         "without routed experts; the shared experts. Layer 92 predicts further tokens, for speculative decoding "
-        "(MTP): passed through whole, routed experts in FP8 with a scale per row too (4.3 GB)."
+        "(MTP): passed through whole, routed experts in FP8 with a scale per block too (4.3 GB)."
     ) in text
     assert "(89 layers, " in text
     actions = {"keep": ROW, "rename": ROW, "quantize": ROW}
     text = model_card(
-        checked(with_plan(published, layers=61, dense_layers=[0], kinds=IN_BLOCKS, kept_forms=BLOCKS, actions=actions))
+        checked(
+            with_plan(published, layers=61, dense_layers=[0], kinds=IN_BLOCKS, attention_form=BLOCKS, actions=actions)
+        )
     )
     assert (
         "Passed through, in FP8 with a scale per block: attention (`kv_a_proj_with_mqa`, `kv_b_proj`); the MLP of "
@@ -368,7 +370,7 @@ def test_a_card_says_what_is_kept_besides_attention_and_in_which_form(published:
     assert "MTP" not in text
     plain = [row for row in PER_ROW if not row["kind"].endswith("_scale")]
     assert "Passed through, in 16 bits: attention (`q_proj`, `o_proj`); the shared experts." in model_card(
-        checked(with_plan(published, kinds=plain, kept_forms=[]))
+        checked(with_plan(published, kinds=plain, attention_form=None))
     )
 
 
@@ -377,7 +379,7 @@ def test_a_card_speaks_of_folded_norms_only_where_there_are_any(published: Repor
     assert "folded into the norm and compensated in the router;" in folded
     assert "the ratio of the folded norm, each expert against its source matrix." in folded
     assert "Passed through, in" not in folded
-    kept = model_card(checked(with_plan(published, kinds=PER_ROW, kept_forms=ROWS)))
+    kept = model_card(checked(with_plan(published, kinds=PER_ROW, attention_form=ROWS)))
     assert "folded" not in kept
     assert "within each expert (no norm and no router is changed: the shared experts read these norms too);" in kept
     assert "Each expert was checked against its source matrix." in kept

@@ -139,7 +139,7 @@ def test_verify_points_to_eval_for_other_programs_files(
     assert line.endswith(f"measure this one with `quantize eval {source} {other} --data held-out`")
 
 
-# A source that already has 4-bit weights -------------------------------------------------------------
+# A source that already has weights of 4 bits or fewer -------------------------------------------------------------
 
 
 def packed(bits: int) -> dict[str, Any]:
@@ -151,6 +151,7 @@ def packed(bits: int) -> dict[str, Any]:
     }
 
 
+BLOCK = {"num_bits": 8, "type": "float", "strategy": "block"}
 GROUP = "quantization_config.config_groups.group_0.weights.num_bits"
 FOUR_BITS: dict[str, tuple[dict[str, Any], str]] = {
     "gpt-oss": (
@@ -197,13 +198,44 @@ def test_a_model_in_four_bits_is_refused_by_file_and_key(name: str) -> None:
     line = str(refused.value)
     assert line.startswith("here/config.json: ")
     assert said in line
-    assert "already has 4-bit weights, so there is nothing to quantize; give the model's FP8 or BF16 release" in line
+    assert (
+        "already has weights of 4 bits or fewer, so there is nothing to quantize; give the model's FP8 or BF16" in line
+    )
     assert ("source.accept_quantized: true" in line) == (name in READ)
 
 
 def test_any_other_config_is_left_to_the_checks_that_follow() -> None:
     for config in NOT_FOUR_BITS:
         refuse_four_bits(config, "here/config.json")
+
+
+WITHOUT_SENSE: dict[str, tuple[Any, str]] = {
+    "a list": (["x"], r"quantization_config is \['x'\]; an object is needed"),
+    "weights": (packed(8) | {"config_groups": {"g": {"weights": [1]}}}, r"g: weights are \[1\], symmetric"),
+    "bits": (
+        packed(8) | {"config_groups": {"g": {"weights": {"type": "int", "strategy": "group"}}}},
+        "g: weights are int",
+    ),
+    "a block": (
+        packed(8) | {"config_groups": {"g": {"weights": BLOCK | {"block_structure": "128x128"}}}},
+        "block_structure is '128x128'; two positive",
+    ),
+    "a second block": (
+        packed(8)
+        | {"config_groups": {n: {"weights": BLOCK | {"block_structure": b}} for n, b in (("g", [8, 8]), ("h", [8]))}},
+        "h: weights are float8 block",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_SENSE)
+def test_a_section_without_sense_is_named_in_a_line(name: str, tmp_path: Path, command: Command) -> None:
+    section, said = WITHOUT_SENSE[name]
+    tiny.make(tmp_path / "model", quantization_config=section)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("source: {model: model}\ncalibration: embedded\n")
+    assert command("plan", recipe) == 2
+    assert re.search(said, refused(command))
 
 
 def test_a_name_with_a_line_break_stays_in_one_line() -> None:
@@ -223,7 +255,7 @@ def test_every_command_that_takes_a_source_says_so_first(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(FOUR_BITS["gpt-oss"][0]))
     monkeypatch.chdir(tmp_path)
-    said = "config.json: quantization_config.quant_method is 'mxfp4': this model already has 4-bit weights"
+    said = "config.json: quantization_config.quant_method is 'mxfp4': this model already has weights of 4 bits"
     for _ in range(2):
         for words in (("run", "r.yaml", "--output", "out"), ("plan", "r.yaml"), ("new", "model", "n.yaml")):
             assert command(*words) == 2

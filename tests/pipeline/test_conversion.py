@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import exact
+import jsonschema
 import pytest
 import torch
 import yaml
+import zoo
 from commands import Command
+from conftest import REPOSITORY
 from hub_stand_in import HubStandIn, reached
 from low_bits import rewrite_as, weights_of
 from runs import assert_same, cut_at
@@ -23,9 +27,11 @@ from torch import Tensor
 from whole_models import finished_weights, source_weights, stored
 
 import quantizers
+from quantizers.output import journal
 from quantizers.pipeline import conversion
 from quantizers.pipeline.options import Options
 from quantizers.pipeline.pipeline import run
+from quantizers.planning.estimate import estimate_run
 from quantizers.planning.job import prepare
 from quantizers.recipe.read import read_recipe
 from quantizers.system.errors import InputError, RecipeError
@@ -82,6 +88,10 @@ def test_published_forms_keep_their_numbers(plain: Path, tmp_path: Path, layout:
         changed += [tensor for name, tensor in before.items() if "_proj.weight" in name]
     proof = report["conversion"]
     assert (proof["to"], proof["equal"], proof["matrices"]) == (to, True, len(changed))
+    assert not [note for note in report["notes"] if "perplexity" in note]
+    config = json.loads((tmp_path / "output" / "config.json").read_text())
+    card = (tmp_path / "output" / "README.md").read_text()
+    assert ("- compressed-tensors\n" in card) == ("quantization_config" in config)
     assert proof["values"] == report["audit"]["values"] == sum(map(torch.numel, changed))
     assert all(gate["passed"] for gate in report["gates"])
 
@@ -114,6 +124,8 @@ def test_a_conversion_says_so_everywhere(finished: Path, command: Command) -> No
     whole = finished / "whole"
     report = json.loads((whole / "report.json").read_text())
     assert not {"calibration", "coverage", "kl"} & report.keys()
+    schema = json.loads((REPOSITORY / "docs/reference/schemas/report.schema.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(report)
     assert yaml.safe_load((whole / "recipe.yaml").read_text())["experts"] == {"convert": "nvfp4"}
     assert read_recipe(str(whole / "recipe.yaml"))[0].calibration is None
     proven = "36 matrices in BF16 were converted to NVFP4: all 589,824 values are equal to the source"
@@ -157,6 +169,36 @@ def test_a_run_that_is_cut_off_resumes_to_the_same_bytes(finished: Path, tmp_pat
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
     run(job, options)
     assert_same(tmp_path / "output", finished / "whole")
+
+
+def test_tables_are_copied_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In shards of their own, which no memory holds, and which a run that is resumed checks like those of layers."""
+    monkeypatch.setitem(zoo.TYPES, "qwen4_exp", zoo.TYPES["qwen4_exp"] | {"ngram_vocab_size_base": 20_000})
+    zoo.save("qwen4_exp", tmp_path / "model")
+    generator = torch.Generator().manual_seed(3)
+    for shard in (tmp_path / "model").glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors[name] = exact.matrix(*tensors[name].shape, generator).bfloat16()
+        save_file(tensors, shard, metadata={"format": "pt"})
+    job, options = prepare(str(write_recipe(tmp_path, "mxfp4"))), Options(tmp_path / "output", CPU)
+    (part,) = job.plan.tables
+    table = sum(action.spec.bytes for action in job.plan.of_layer(part))
+    cut_at(conversion, "write_shard", job, options, 2)  # after what is outside the layers, and the first of these
+    work = tmp_path / "output" / ".quantize"
+    assert journal.passthrough_file(work, part).exists()
+    assert [file.stem for file in (work / "layers").iterdir()] == ["00000"]
+    damaged = work / "output" / job.plan.shard_file(part)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0")
+    run(job, options)
+    converted(tmp_path / "recipe.yaml", "whole")
+    assert_same(tmp_path / "output", tmp_path / "whole")
+    before, after = (stored(tmp_path / name)[1] for name in ("model", "output"))
+    for name in (action.source for action in job.plan.of_layer(part)):
+        assert torch.equal(before[name], after[name]), name
+    without = replace(job.plan, actions=tuple(action for action in job.plan.actions if action.layer != part))
+    assert table > max(sum(action.spec.bytes for action in job.plan.of_layer(layer)) for layer in range(4))
+    assert estimate_run(job, 0).host == estimate_run(replace(job, plan=without), 0).host
 
 
 def test_a_source_on_the_hub_is_streamed(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

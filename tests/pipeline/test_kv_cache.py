@@ -221,7 +221,7 @@ def test_damaged_scales_are_named(made: runs.Made, tmp_path: Path) -> None:
 
 def test_a_plan_counts_fp8_keys_and_values(made: runs.Made, tmp_path: Path) -> None:
     def needed(job: Job) -> int:
-        model = serving_model(job.plan, job.facts, job.config)
+        model = serving_model(job.plan, job.facts)
         return fit(model, parse_gpus("1x24GiB")).kv_cache
 
     recipe = shutil.copy(made.recipe, made.folder / "without.yaml")

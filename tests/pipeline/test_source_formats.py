@@ -16,12 +16,14 @@ import tiny
 import torch
 from commands import Command
 from low_bits import LAYOUTS, rewrite_as, weights_of
+from planned import tiny_model
 from runs import change
 from source_forms import packed_integers, rewrite, write_plain
 from torch import Tensor
 from whole_models import finished_weights, run_whole, stored
 
 from quantizers.checkpoint.reader import open_folder, read_config
+from quantizers.formats.declared import declared_forms
 from quantizers.planning.job import prepare
 from quantizers.stitch.audit.checkpoint import verify
 from quantizers.system.errors import CheckpointError
@@ -42,9 +44,9 @@ class Made(runs.Made):
         return finished_weights(self.model) if self.name == INT4 else weights_of(self.model)
 
 
-def write_source(folder: Path, layout: str, **experts: Any) -> Path:
-    """The recipe for a model in this layout, three layers of MiniMax-M2's class."""
-    plain = write_plain(folder / "plain", "minimax_m2", 3)
+def write_source(folder: Path, layout: str, layers: int = 3, **experts: Any) -> Path:
+    """The recipe for a model in this layout, some layers of MiniMax-M2's class."""
+    plain = write_plain(folder / "plain", "minimax_m2", layers)
     packed_integers(plain, folder / "model") if layout == INT4 else rewrite_as(plain, folder / "model", layout)
     recipe = tiny.write_recipe(folder, words=20, samples=3, rounding="nearest", **experts)
     if layout in CONVERTED:
@@ -52,7 +54,10 @@ def write_source(folder: Path, layout: str, **experts: Any) -> Path:
     return recipe
 
 
-def accept(recipe: Path) -> None:
+def accept(recipe: Path, layout: str = INT4) -> None:
+    """Accept a source in this layout, if that has an effect."""
+    if layout.startswith(("MXFP8", "E8M0")):
+        return
     change(recipe, lambda body: body["source"].update(accept_quantized=True))
 
 
@@ -63,8 +68,7 @@ def accept(recipe: Path) -> None:
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("made")
     recipe = write_source(folder, request.param, bits=3)
-    if not request.param.startswith(("MXFP8", "E8M0")):
-        accept(recipe)
+    accept(recipe, request.param)
     return Made(folder, request.param, runs.report_of(runs.JobFolder(folder)))
 
 
@@ -126,6 +130,15 @@ def test_four_bits_are_quantized_only_where_the_recipe_accepts_it(tmp_path: Path
     assert command("plan", recipe) == 0
 
 
+def test_a_key_that_accepts_what_needs_no_acceptance_is_refused(tmp_path: Path, command: Command) -> None:
+    recipe = write_source(tmp_path, "MXFP8 of MiniMax", layers=1, bits=4)
+    accept(recipe)
+    assert command("plan", recipe) == 2
+    said = "source.accept_quantized: has no effect on experts that are stored as MXFP8; remove the key"
+    assert command.err.splitlines()[-1].endswith(said)
+    assert command("plan", recipe, "--set", "source.accept_quantized=false") == 0
+
+
 def test_a_section_within_text_config_is_the_models_own(tmp_path: Path) -> None:
     """As Kimi-K2.5 has it, and vLLM reads it."""
     section = {"quant_method": "compressed-tensors"}
@@ -138,13 +151,64 @@ def test_config_json_alone_is_enough_for_a_plan(tmp_path: Path) -> None:
     of_library = [f"{name} of compressed-tensors" for name in ("INT4", "MXFP4", "MXFP8")]
     for layout in (*of_library, "MXFP8 of MiniMax", "MXFP8 of ModelOpt"):
         recipe = write_source(tmp_path / layout, layout, bits=3)
-        accept(recipe)
+        accept(recipe, layout)
         whole = prepare(str(recipe))
         for shard in (tmp_path / layout / "model").glob("*.safetensors"):
             shard.unlink()
         alone = prepare(str(recipe), offline_facts=True)
         assert alone.source is None
         assert alone.plan.shards() == whole.plan.shards(), layout
+
+
+def test_modules_that_config_json_excludes_are_planned_as_plain() -> None:
+    """By its patterns alone, as transformers reads them; ModelOpt's are refused without the files."""
+    config = tiny.config()
+    section = config["quantization_config"] | {
+        "modules_to_not_convert": [r"model.layers.\d+.self_attn", "gate", "lm_head"]
+    }
+    plain = tiny_model(quantization_config=section).tensors
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert plain[name].dtype == "BF16"
+    assert f"{name}_scale_inv" not in plain
+    assert plain["model.layers.0.block_sparse_moe.experts.0.w1.weight"].dtype == "F8_E4M3"
+    names = "model.layers.1.block_sparse_moe.gate_proj", "model.layers.1.block_sparse_moe.gate", "x.gate"
+    declared = declared_forms(config | {"quantization_config": section | {"ignored_layers": [names[1]]}}, "here")
+    assert [declared.of(module) is None for module in names] == [False, True, True]
+    with pytest.raises(CheckpointError, match=r"modules_to_not_convert: '\*' is no regular expression"):
+        tiny_model(quantization_config=section | {"modules_to_not_convert": ["*"]})
+    with pytest.raises(CheckpointError, match=r"modules_to_not_convert: is .gate.; a list of names is needed"):
+        tiny_model(quantization_config=section | {"modules_to_not_convert": "gate"})
+    of_modelopt = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
+    tiny_model(quantization_config=of_modelopt | {"ignore": ["lm_head"]})
+    with pytest.raises(CheckpointError, match="does not say how each matrix is stored"):
+        tiny_model(quantization_config=of_modelopt | {"ignore": ["lm_head", "*self_attn*"]})
+
+
+def test_a_card_whose_kernels_are_unknown_is_left_out_or_refused(tmp_path: Path, command: Command) -> None:
+    """Before anything is computed: nobody asked for it, or the recipe names it."""
+    recipe = write_source(tmp_path, "MXFP8 of MiniMax", layers=1, format="nvfp4", activations=4)
+    output = tmp_path / "output"
+    change(recipe, lambda body: body["verify"].update(as_served=["blackwell"]))
+    assert command("run", recipe, "--output", output) == 2
+    line = command.err.splitlines()[-1]
+    assert line.endswith("verify.as_served: blackwell: MXFP8 is not known for linear layers there; remove this card")
+    change(recipe, lambda body: body["verify"].pop("as_served"))
+    assert command("run", recipe, "--output", output) == 0
+    report = json.loads((output / "report.json").read_text())
+    assert "as_served" not in report
+    assert "not measured as served on blackwell: MXFP8 is not known for linear layers there" in report["notes"]
+
+
+def test_a_scale_of_the_matrix_may_have_a_dimension(tmp_path: Path) -> None:
+    """As some of ModelOpt's files have it."""
+    recipe = write_source(tmp_path, "NVFP4 of ModelOpt", bits=3)
+    accept(recipe)
+    config, tensors = stored(tmp_path / "model")
+    scales = {name: t.view(1) for name, t in tensors.items() if name.endswith(("weight_scale_2", "input_scale"))}
+    assert scales
+    rewrite(tmp_path / "model", config, tensors | scales)
+    plan = prepare(str(recipe)).plan
+    assert {action.spec.shape for action in plan.actions if action.source in scales} == {(1,)}
 
 
 def test_what_cannot_be_kept_is_refused_with_a_remedy(tmp_path: Path) -> None:
@@ -176,7 +240,7 @@ BROKEN = {
 def test_a_broken_matrix_is_named_in_a_line(case: str, tmp_path: Path, command: Command) -> None:
     layout, breaking, words = BROKEN[case]
     recipe = write_source(tmp_path, layout, bits=3)
-    accept(recipe)
+    accept(recipe, layout)
     module = "model.layers.1.block_sparse_moe.experts.3.w2"
     config, tensors = stored(tmp_path / "model")
     breaking(tensors, module)

@@ -72,7 +72,7 @@ def test_both_forms_in_one_checkpoint_are_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        (Spec("F32", (128,)), r"has shape .*, config.json says \[128, 1\]"),
+        (Spec("F32", (128,)), r"is a scale per row without a second dimension"),
         (Spec("F32", (1, 1)), r"is a scale for the whole matrix; of FP8 only scales of rows or blocks"),
         (Spec("F32", (128, 2)), r"is a scale for 32 columns of each row"),
         (Spec("F8_E8M0", (128, 1)), r"is a scale in E8M0, powers of two in a byte"),
@@ -96,7 +96,7 @@ def test_a_config_alone_with_other_weights_of_compressed_tensors_is_refused(chan
 
 
 def test_rows_divide_among_cards_where_blocks_do_not() -> None:
-    rows, blocks = (serving_model(model.plan(), model.facts, model.config) for model in (MODEL, IN_BLOCKS))
+    rows, blocks = (serving_model(model.plan(), model.facts) for model in (MODEL, IN_BLOCKS))
     assert tensor_parallel_problem(rows, 2) is None
     assert (
         tensor_parallel_problem(blocks, 2)
@@ -138,3 +138,19 @@ def test_servers_that_are_told_the_other_form_are_an_error() -> None:
     ):
         assert found.schemes[STORED][ATTENTION] == holds
         assert any(f"takes the scheme FP{says[2:]}" in str(f) and f"stored as {holds}" in str(f) for f in found.errors)
+
+
+def test_blocks_whose_scales_are_stored_in_two_ways_are_in_one_config_group() -> None:
+    in_bytes = {
+        name: Spec("F8_E8M0", spec.shape)
+        for name, spec in IN_BLOCKS.tensors.items()
+        if name.startswith("model.layers.1.self_attn.") and name.endswith("_scale_inv")
+    }
+    plan = IN_BLOCKS.plan(IN_BLOCKS.tensors | in_bytes)
+    assert plan.kept_forms == [BLOCKS, Fp8Blocks(*BLOCK, scales="F8_E8M0")]
+    config = output_config(IN_BLOCKS.config, IN_BLOCKS.facts, plan)
+    assert len(config["quantization_config"]["config_groups"]) == 2  # with that of the experts
+    written = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
+    read = check(config, written, IN_BLOCKS.facts)
+    assert {rows[ATTENTION] for rows in read.schemes.values()} == {"FP8 block 128x128"}
+    assert read.errors == []

@@ -44,7 +44,7 @@ def served(model: str, **changes: Any) -> serving_memory.Model:
     """With few experts, which decide nothing here but the weights' bytes, and other changes to config.json."""
     small = published(model, experts=16, **changes)
     plan = small.plan()
-    return serving_memory.serving_model(plan, small.facts, small.config)
+    return serving_memory.serving_model(plan, small.facts)
 
 
 @pytest.mark.parametrize("model", SIZES)
@@ -195,7 +195,7 @@ def test_facts_that_do_not_say_what_gpus_hold_are_refused_for_gpus_alone(key: st
     model = published("zai-org/GLM-4.7-Flash", experts=8)
     old = replace(model, facts=model.facts.model_copy(update={key: None}))
     with pytest.raises(InputError, match=r"is not known here for glm4_moe_lite$") as why:
-        serving_memory.serving_model(old.plan(), old.facts, old.config)
+        serving_memory.serving_model(old.plan(), old.facts)
     assert tensor_parallel(1, old.facts, []) == str(why.value)
 
 

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import Command
+from planned import tiny_model
 
 from quantizers.commands.plan import plan
 from quantizers.formats.packed_integers import Integers
 from quantizers.planning.gpus import UTILISATION, Gpus, parse_gpus
 from quantizers.planning.job import Job, prepare
 from quantizers.planning.plan import file_size
+from quantizers.serving.check import check
 from quantizers.serving.host_experts import host_ways
 from quantizers.serving.memory import (
     LITTLE,
@@ -38,6 +40,7 @@ from quantizers.serving.memory import (
     with_budget,
     with_scheme,
 )
+from quantizers.stitch.write.config_files import output_config
 from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
 from quantizers.system.shipped import shipped
@@ -50,7 +53,7 @@ WHOLE = 196_608
 @pytest.fixture(scope="module")
 def model(published_job: Job) -> Model:
     job = published_job
-    return serving_model(job.plan, job.facts, job.config)
+    return serving_model(job.plan, job.facts)
 
 
 def test_the_measured_cache(model: Model) -> None:
@@ -78,7 +81,7 @@ def test_two_large_gpus_take_the_whole_context_and_four_small_ones_nothing(model
 def test_humming_fills_up_what_a_gpu_has_of_an_expert(published_job: Job) -> None:
     """M2.1 in INT2: with TP 8, 384 rows of w1 and w3 become 512, and 192 columns of w2 256; with TP 4 nothing does."""
     plan = published_job.plan.with_schemes([Integers(2, 64)] * published_job.plan.layers)
-    few = serving_model(plan, published_job.facts, published_job.config)
+    few = serving_model(plan, published_job.facts)
     stored = 62 * 256 * 3 * 3072 * 1536 * 2.25 / 8
     for ranks, more in ((4, 0), (8, stored / 8 / 3)):
         gpus = parse_gpus(f"{ranks}x24GiB")
@@ -463,7 +466,7 @@ def test_what_would_make_it_fit_fits(model: Model, published_job: Job) -> None:
             if fewer_bits := re.fullmatch(r"experts.bits: (\d) with group_size: (\d+) in the recipe", way.say):
                 plan = published_job.plan.with_schemes([Integers(*map(int, fewer_bits.groups()))] * 62)
                 job = published_job
-                small = serving_model(plan, job.facts, job.config)
+                small = serving_model(plan, job.facts)
                 assert fit(small, gpus) == way.fit
                 assert way.fit.fits
                 said.add("experts")
@@ -495,7 +498,7 @@ def test_fewer_bits_are_a_remedy_where_they_are_enough(tmp_path: Path, write_rec
         body["experts"] = given
         recipe.write_text(yaml.safe_dump(body))
         job = prepare(str(recipe))
-        large = serving_model(job.plan, job.facts, job.config)
+        large = serving_model(job.plan, job.facts)
         gpus = Gpus("1x1GiB", 1, int((RUNTIME + 24 * MIB) / UTILISATION))
         room = fit(large, gpus, 16)
         gpus = Gpus("1x1GiB", 1, int((room.weights + room.activations + RUNTIME + room.kv_cache - 1) / UTILISATION))
@@ -509,8 +512,21 @@ def test_fewer_bits_are_a_remedy_where_they_are_enough(tmp_path: Path, write_rec
         body["experts"] = {name: yaml.safe_load(text) for name, text in changes.items()}
         recipe.write_text(yaml.safe_dump(body))
         again = prepare(str(recipe))
-        smaller = serving_model(again.plan, again.facts, again.config)
+        smaller = serving_model(again.plan, again.facts)
         assert fit(smaller, gpus, 16).fits, way.say
+
+
+def test_groups_of_experts_that_are_converted_are_not_split() -> None:
+    """In the estimate of a plan and in the check of its files: 80 columns of each of two GPUs are no groups of 32."""
+    model = tiny_model(intermediate_size=160, quantization_config=None)
+    plan = model.plan(convert="mxfp4")
+    problem = tensor_parallel_problem(serving_model(plan, model.facts), 2)
+    assert problem is not None
+    assert problem.startswith("the experts' width per rank, 80, is not a multiple of the group, 32")
+    written = {name: spec for action in plan.actions for name, spec in action.outputs.items()}
+    checked = check(output_config(model.config, model.facts, plan), written, model.facts)
+    assert checked.tensor_parallel[2] == problem
+    assert tensor_parallel_problem(serving_model(model.plan(convert="nvfp4"), model.facts), 2) is None
 
 
 @pytest.mark.slow
