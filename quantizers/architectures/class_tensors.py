@@ -51,8 +51,9 @@ def _class_tensors(text: str) -> dict[str, Header]:
             continue
         if parameter in matrices and _is_converted(name, section):
             tensors[name] = Header(FP8, header.shape)
-            shape = tuple(math.ceil(size / edge) for size, edge in zip(header.shape, block, strict=True))
-            tensors[f"{name}{SCALE}"] = Header("F32", shape)
+            *several, rows, columns = header.shape
+            blocks = (*several, math.ceil(rows / block[0]), math.ceil(columns / block[1]))
+            tensors[f"{name}{SCALE}"] = Header("F32", blocks)
         elif (table := _table_of(name, section)) is not None:
             tensors[name] = Header(FP8, header.shape)
             tensors[f"{table}.{TABLE_SCALE}"] = Header("BF16", (1,))

@@ -454,7 +454,7 @@ def folds(facts: Architecture, experts: Experts, where: str) -> bool:
             "return what they read, some of them": facts.identities > 0,
         }
         if any(own.values()):
-            what = next(words for words, holds in own.items() if holds)
+            what = " and ".join(words for words, holds in own.items() if holds)
             problem = f"these experts {what}, which is not tried with llm-compressor"
             raise RecipeError(f"{where}: experts.engine", problem, "take gram")
     if not experts.awq or experts.awq.fold is False:

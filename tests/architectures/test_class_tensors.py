@@ -69,7 +69,7 @@ def test_fp8_is_as_quantization_config_says() -> None:
     section = {
         "quant_method": "fp8",
         "weight_block_size": [128, 128],
-        "modules_to_not_convert": [r"(?!.*\.experts\.\d)"],
+        "modules_to_not_convert": [r"(?!.*\.experts\.\d).*"],
     }
     made = class_tensors(config | {"quantization_config": section | {"modules_to_convert": ["ngram_embedding"]}})
     plain = class_tensors(config)
@@ -92,7 +92,8 @@ def test_a_shipped_recipe_is_planned_without_a_network(recipe: str) -> None:
     assert "as kept here, and its class" in job.basis
     written = sum(spec.bytes for part in job.plan.parts for spec in job.plan.shard(part).values())
     read = sum(action.spec.bytes for action in job.plan.actions)
-    assert (round(written / 1e9, 1), round(read / 1e9, 1)) == SHIPPED[recipe]
+    # What a class keeps in float32 differs between versions of transformers.
+    assert (written / 1e9, read / 1e9) == pytest.approx(SHIPPED[recipe], abs=0.2)
 
 
 def test_every_kept_config_is_of_a_class_that_there_is() -> None:
