@@ -26,6 +26,7 @@ from .matrices import FUSED, PROJECTIONS
 
 CPU = torch.device("cpu")
 MOST_ENTRIES = 3  # in the tuples that layers return
+MOST_COMPUTED = 2**26  # numbers in a buffer that a class computes
 ATTENTION = ("sdpa", "eager")  # in this order: some classes have eager attention alone
 RETURNED = ("output_attentions", "output_hidden_states", "output_router_logits")  # keys for what a forward returns
 # Ends of messages.
@@ -449,14 +450,16 @@ def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> It
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Puts what `torch.empty` makes on the meta device: parameters, but no buffer that is computed."""
+    """Puts parameters on the meta device, but no buffer that is computed: what `torch.empty` makes, and large zeros."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.init.normal_ and kwargs["tensor"].is_meta:  # it draws nothing, for a third of the time
             return kwargs["tensor"]
-        if func is torch.empty and kwargs.get("device") is None:
-            kwargs = kwargs | {"device": "meta"}
+        if func in (torch.empty, torch.zeros) and kwargs.get("device") is None:
+            made = func(*args, **kwargs | {"device": "meta"})
+            if func is torch.empty or made.numel() > MOST_COMPUTED:  # zeros: llama4's experts
+                return made
         return func(*args, **kwargs)
 
 

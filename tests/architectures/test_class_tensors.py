@@ -21,6 +21,8 @@ SHIPPED = {
     "qwen3.8-flash-next-int4": (181.2, 354.8),
     "qwen3.8-flash-next-fp8-int4": (130.0, 182.8),
     "glm-5.3-flash-fp8-int4": (187.4, 320.6),
+    "nemotron-3-nano-30b-a3b-int4": (20.9, 63.2),
+    "nemotron-3-super-120b-a12b-int4": (79.3, 241.3),
 }
 
 
