@@ -32,6 +32,7 @@ from quantizers.planning.job import prepare
 BACKEND = "TransformersMoEForCausalLM"  # vLLM runs transformers' own modules, but for the experts
 # vLLM's class for each type that it loads.
 LOADED = {
+    "aria with vision": "AriaForConditionalGeneration",
     "afmoe": "AfmoeForCausalLM",
     "axk1": "AXK1ForCausalLM",
     "cohere2_moe": "Cohere2MoeForCausalLM",
@@ -77,6 +78,11 @@ QK_TURNED = [  # Llama 4's rotation takes pairs of neighbours, vLLM's halves: it
 PROBLEMS = {
     # A norm of a dense layer that its class has and never reads.
     "axk1": [r"model\.layers\.0\.post_mlp_layernorm\.weight: 128 of 128 elements were never written"],
+    "aria with vision": [  # the same as gpt_oss, and a norm of the tower that its class does not have
+        r"language_model\.model\.layers\.\d\.mlp\.experts\.\d\.\w+_proj\.weight_\w+: found in 0 places of vLLM's",
+        r"language_model\.layers\.\d\.mlp\.experts\.routed_experts\.w\d+_\w+: \d+ of \d+ elements (were|belong) ",
+        r"vision_tower\.post_layernorm\.(bias|weight): found in 0 places of vLLM's model",
+    ],
     "gpt_oss": [  # plan, verify and the card say so
         r"model\.layers\.\d\.mlp\.experts\.(\d\.(gate|up|down)_proj\.weight_\w+|\w+_bias): found in 0 places of vLLM's",
         r"model\.layers\.\d\.mlp\.experts\.routed_experts\.w\d+_\w+: \d+ of \d+ elements (were never|belong to no)",
@@ -105,6 +111,7 @@ NOT_COMPUTED = {
 # Why it computes these otherwise than transformers' own model, which is ours to the last bit (test_every_type.py).
 OTHERWISE = {
     "cohere2_moe": "its windows are one token longer",
+    "aria with vision": "its class loads no expert's own matrices, see above",
     "gpt_oss": "its class loads no expert's own matrices, see above",
     "laguna": "its class does not load the router's correction, see above",
     "minimax_m3_vl": "its Transformers backend has silu for the experts' own gate, no indexer and no rotary_dim",
@@ -112,6 +119,7 @@ OTHERWISE = {
 # What it says of the others.
 SPARSE = "Sparse Attention is not supported on CPU"
 REFUSED = {
+    "aria": "assert top_k is not None",  # under a name that its class has for it, moe_topk
     "deepseek_ocr2": "Can't load image processor",  # its Transformers backend wants one in the folder
     "deepseek_v32": SPARSE,
     "deepseek_v4": "The `mlp_layer_types` entries must be in ('sparse', 'dense')",  # by its transformers 5.19
