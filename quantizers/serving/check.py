@@ -90,7 +90,8 @@ KEYS = {
     "quant_method", "quantization_status", "format", "config_groups", "ignore", KV_SCHEME, "global_compression_ratio",
     "sparsity_config", "transform_config", "version",
 }  # fmt: skip
-NO_MATRICES = ("aria", "gpt_oss")  # model types whose class in vLLM 0.32 has no name for an expert's matrix, and says nothing
+# Model types whose class in vLLM 0.32 has no name for an expert's matrix, and says nothing.
+NO_MATRICES = ("aria", "gpt_oss")
 NOT_CHECKED = "nothing is known here of the servers of this model type, so none was checked"
 MAY_SERVE = "it may serve this or not: vLLM's Transformers backend takes many types that vLLM has no model for"
 UNINITIALIZED = "loading fails, or the parameter stays uninitialized"
@@ -150,9 +151,7 @@ def check(config: Mapping[str, Any], tensors: Mapping[str, Stored], facts: Archi
     table = {STORED: _by_kind((m.kind, describe(stored[m.name], m.shape)) for m in modules if m.name in stored)}
     packed = any(PACKED in parts for parts in stored.values())
     if packed and facts.model_type in NO_MATRICES:
-        problem = (
-            "its class in vLLM reads experts as published alone, all in one tensor, and passes over an expert's own matrices"
-        )
+        problem = "its class in vLLM reads a layer's experts in one tensor alone, and passes over matrices of their own"
         remarks.append(("warning", VLLM_NAMES, facts.model_type, problem, UNREAD))
     rules = _read_section(section, packed, facts.section_keys, remarks)
     if rules is None:
