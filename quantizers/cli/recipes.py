@@ -109,7 +109,7 @@ def new(
     from quantizers.checkpoint.reader import CONFIG, open_folder, read_config
     from quantizers.commands.new import for_gpus
     from quantizers.formats.stored_matrices import architecture_of
-    from quantizers.formats.unsupported import refuse_unquantizable
+    from quantizers.formats.unsupported import four_bit_keys, refuse_unquantizable
     from quantizers.recipe.catalogue import Chosen, new_recipe
     from quantizers.system.errors import InputError
     from quantizers.system.files import write_new
@@ -120,6 +120,9 @@ def new(
     if folder.is_dir():
         config, where = read_config(folder), str(folder / CONFIG)
         refuse_unquantizable(config, where, accepted=accept_quantized)
+        if accept_quantized and not any(four_bit_keys(config)):
+            problem = f"{where} shows no weights of 4 bits or fewer, so it has no effect"
+            raise InputError("--accept-quantized", problem, "leave it out")
         if any(folder.glob("*.safetensors")):
             architecture_of(open_folder(folder))  # refuses a model that no recipe could quantize
         else:

@@ -14,6 +14,7 @@ import pytest
 import runs
 import tiny
 import torch
+import yaml
 from commands import Command
 from low_bits import LAYOUTS, rewrite_as, weights_of
 from planned import tiny_model
@@ -137,6 +138,15 @@ def test_a_key_that_accepts_what_needs_no_acceptance_is_refused(tmp_path: Path, 
     said = "source.accept_quantized: has no effect on experts that are stored as MXFP8; remove the key"
     assert command.err.splitlines()[-1].endswith(said)
     assert command("plan", recipe, "--set", "source.accept_quantized=false") == 0
+
+
+def test_a_new_recipe_accepts_few_bits_only_where_there_are_some(tmp_path: Path, command: Command) -> None:
+    model, file = write_source(tmp_path, INT4).parent / "model", tmp_path / "new.yaml"
+    assert command("new", model, file) == 2
+    assert command("new", model, file, "--accept-quantized") == 0
+    assert yaml.safe_load(file.read_text())["source"]["accept_quantized"] is True
+    assert command("new", tmp_path / "plain", tmp_path / "other.yaml", "--accept-quantized") == 2
+    assert "shows no weights of 4 bits or fewer, so it has no effect; leave it out" in command.err
 
 
 def test_a_section_within_text_config_is_the_models_own(tmp_path: Path) -> None:
