@@ -124,7 +124,7 @@ def make_plan(
         require_group(experts.scheme, sizes, where)
         routed = _Routed("quantize", experts.scheme)
     else:
-        _require_edges(experts.convert, sizes, where)
+        _require_edges(experts.convert, sizes, {matrix.form for matrix in matrices.values()}, where)
         routed = _Routed("convert", TARGETS[experts.convert].form)
     folded = experts.convert is None and folds(facts, experts, where)
     in_layers, _, _ = facts.layer_prefix.partition("{layer}")
@@ -327,10 +327,14 @@ def require_group(scheme: ExpertFormat, sizes: Mapping[str, int], where: str) ->
             )
 
 
-def _require_edges(convert: str, sizes: Mapping[str, int], where: str) -> None:
-    """Raise a RecipeError unless blocks or groups of a target divide all sizes of the experts' matrices."""
+def _require_edges(convert: str, sizes: Mapping[str, int], stored: Collection[RowFormat], where: str) -> None:
+    """Raise a RecipeError unless blocks or groups of a target divide all sizes of the experts' matrices.
+
+    Targets that something in the source is `stored` in already are no remedy.
+    """
     edge = max(TARGETS[convert].form.edges)
-    others = [n for n, t in TARGETS.items() if not any(size % max(t.form.edges) for size in sizes.values())]
+    fitting = [n for n, t in TARGETS.items() if not any(size % max(t.form.edges) for size in sizes.values())]
+    others = [name for name in fitting if TARGETS[name].form not in stored]
     for name, size in sizes.items():
         if size % edge:
             raise RecipeError(
