@@ -85,9 +85,10 @@ def test_fp8_is_as_quantization_config_says() -> None:
         class_tensors(config | {"quantization_config": {"quant_method": "mxfp4"}})
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=pytest.mark.every if "glm" in name else pytest.mark.slow) for name in SHIPPED]
-)
+RECIPES = [pytest.param(name, marks=pytest.mark.slow if "next" in name else pytest.mark.every) for name in SHIPPED]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_shipped_recipe_is_planned_without_a_network(recipe: str) -> None:
     job = prepare(recipe, offline_facts=True)
     assert job.source is None
@@ -95,7 +96,7 @@ def test_a_shipped_recipe_is_planned_without_a_network(recipe: str) -> None:
     written = sum(spec.bytes for part in job.plan.parts for spec in job.plan.shard(part).values())
     read = sum(action.spec.bytes for action in job.plan.actions)
     # What a class keeps in float32 differs between versions of transformers.
-    assert (written / 1e9, read / 1e9) == pytest.approx(SHIPPED[recipe], abs=0.2)
+    assert (written / 1e9, read / 1e9) == pytest.approx(SHIPPED[recipe], abs=0.3)
 
 
 def test_every_kept_config_is_of_a_class_that_there_is() -> None:
