@@ -170,18 +170,18 @@ class Run:
         }
 
     def layers(self) -> list[dict[str, Any]]:
-        """The entries of the layers that are done, of the report or the journal."""
-        if self.is_finished:
-            layers: list[dict[str, Any]] = json.loads((self.output / "report.json").read_text())["layers"]
-            return layers
-        return [json.loads(file.read_text()) for file in sorted(self._journal().glob("*.json"))]
+        """The entries of the layers that are done, of the journal or the report, which has the memory of all."""
+        if not self.is_finished:
+            return [json.loads(file.read_text()) for file in self._journal()]
+        made = json.loads((self.output / "report.json").read_text())
+        return [entry | {"peak_memory_bytes": made["peak_memory_bytes"]} for entry in made["layers"]]
 
     def layers_done(self) -> int:
         """How many layers are done."""
-        return len(self.layers()) if self.is_finished else len(list(self._journal().glob("*.json")))
+        return len(self.layers()) if self.is_finished else len(self._journal())
 
-    def _journal(self) -> Path:
-        return self.output / ".quantize" / "layers"
+    def _journal(self) -> list[Path]:
+        return sorted((self.output / ".quantize" / "layers").glob("*.json"))
 
 
 def _raise_to(figures: dict[str, Any], name: str, value: int) -> None:
@@ -240,7 +240,7 @@ def report(run: Run, name: str, facts: Architecture) -> dict[str, Any]:
         "layer_seconds": sum(seconds.values()) / max(len(layers), 1),
         "phases": {phase: total / len(layers) for phase, total in seconds.items()},
         "memory": [figures["peak memory of run"], promised["needs"]["memory"], promised["needs"]["host"]],
-        "device_memory": max((entry.get("peak_memory_bytes", 0) for entry in layers), default=0),
+        "device_memory": max((entry["peak_memory_bytes"] for entry in layers), default=0),
         "disk": [figures["peak disk"], way["source"] + way["output"]],
         "from_hub": [sum(process["source"] for process in runs), way["download"]],
         "to_hub": [figures.get("received", 0), way["upload"]],
@@ -267,23 +267,22 @@ def report_text(figures: Mapping[str, Any]) -> str:
     ends = [tuple(map(_cell, process.values())) for process in figures["processes"]]
     phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in figures["phases"].items())
     sizes, requests = figures["sizes"], figures["requests"]
-    return "\n".join(
-        [
-            f"{figures['model']}, {sizes['experts']} experts of {sizes['hidden']} x {sizes['width']}: "
-            f"{size(figures['source_bytes'])} to {size(figures['output_bytes'])}",
-            "",
-            text_table(("figure", "measured", "promised by plan"), rows),
-            "",
-            f"seconds of a layer by phase, mean: {phases}",
-            "",
-            f"requests: {', '.join(f'{count:,} {kind}' for kind, count in sorted(requests.items(), key=_count))}",
-            "",
-            text_table(
-                ("command", "seconds", "exit code", "ended by", "layers then", "source read", "output read"), ends
-            ),
-            *[_same(figures["reference"])] * ("reference" in figures),
-        ]
-    )
+    lines = [
+        f"{figures['model']}, {sizes['experts']} experts of {sizes['hidden']} x {sizes['width']}: "
+        f"{size(figures['source_bytes'])} to {size(figures['output_bytes'])}",
+        "",
+        text_table(("figure", "measured", "promised by plan"), rows),
+        "",
+        f"seconds of a layer by phase, mean: {phases}",
+        "",
+        f"requests: {', '.join(f'{count:,} {kind}' for kind, count in sorted(requests.items(), key=_count))}",
+        "",
+        text_table(("command", "seconds", "exit code", "ended by", "layers then", "source read", "output read"), ends),
+    ]
+    if reference := figures.get("reference"):
+        same = "the same" if reference["same"] else "OTHER"
+        lines += ["", f"{same} bytes in the first {reference['layers']} layers as in a run without interruption"]
+    return "\n".join(lines)
 
 
 def _cell(value: str | float) -> str:
@@ -292,11 +291,6 @@ def _cell(value: str | float) -> str:
 
 def _count(pair: tuple[str, int]) -> int:
     return -pair[1]
-
-
-def _same(reference: Mapping[str, Any]) -> str:
-    same = "the same" if reference["same"] else "OTHER"
-    return f"\n{same} bytes in the first {reference['layers']} layers as in a run without interruption"
 
 
 def settings(job: Job, folder: Path, given: argparse.Namespace) -> list[str]:
@@ -334,7 +328,7 @@ def main() -> None:
     sizes |= {word: getattr(given, word) for word in ("layers", "experts") if getattr(given, word)}
     words = settings(job, folder, given)
     further = ["--device", given.device, *sys.argv[cut + 1 :]]
-    checkpoint = made_checkpoint(job, **sizes)
+    checkpoint = made_checkpoint(job.config, **sizes)
     with Hub(folder, job.location, checkpoint) as hub:
         run = Run(hub, folder, words, further, until)
         code = run.go_on([word for word in given.signals.split(",") if word])
@@ -345,10 +339,13 @@ def main() -> None:
     if not code and given.reference:
         shallow = folder / "reference"
         shallow.mkdir(exist_ok=True)
-        with Hub(shallow, job.location, made_checkpoint(job, **sizes | {"layers": given.reference})) as hub:
-            code = Run(hub, shallow, words, further, until).go_on([])
-            same = digests[: given.reference] == hub.digests(f"{OWNER}/{shallow.name}")[: given.reference]
-        figures["reference"] = {"layers": given.reference, "same": same}
+        with Hub(shallow, job.location, made_checkpoint(job.config, **sizes | {"layers": given.reference})) as hub:
+            reference = Run(hub, shallow, words, further, until)
+            code = reference.go_on([])
+            if not code:
+                same = digests[: given.reference] == hub.digests(reference.repo)[: given.reference]
+                figures["reference"] = {"layers": given.reference, "same": same}
+                code = int(not same)
     print(json.dumps(figures, indent=1) if given.json else report_text(figures))
     sys.exit(code)
 

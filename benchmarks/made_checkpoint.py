@@ -29,7 +29,6 @@ from quantizers.checkpoint.reader import CONFIG, INDEX, torch_dtype
 from quantizers.checkpoint.safetensors_header import FP8, Spec
 from quantizers.formats.fp8 import SCALE, SCALE_INV
 from quantizers.planning.assign_actions import expected_tensors
-from quantizers.planning.job import Job
 
 POOL = 2**24 - 3  # numbers of a pool: prime, so that the rows of a matrix that is larger are not equal
 LEVELS = 256  # different numbers in a pool
@@ -88,10 +87,13 @@ class MadeCheckpoint:
         return {CONFIG: json.dumps(self.config, indent=1).encode(), INDEX: self.index}
 
 
-def made_checkpoint(job: Job, **sizes: int) -> MadeCheckpoint:
-    """A checkpoint of a job's model, of other sizes where they are given, by our names: layers, hidden, width, experts."""
-    config = resized(job.config, job.facts, **sizes) | {"bos_token_id": 1, "eos_token_id": 0}
-    facts = architecture_for(config, CONFIG, job.facts_file)
+def made_checkpoint(config: dict[str, Any], **sizes: int) -> MadeCheckpoint:
+    """The checkpoint of a model's config.json, of other sizes where they are given, by this program's names for them.
+
+    Raises an ArchitectureError if the sizes do not go together, or its model type is of no family.
+    """
+    config = resized(config, **sizes) | {"bos_token_id": 1, "eos_token_id": 0}
+    facts = architecture_for(config, CONFIG)
     specs = expected_tensors(facts, config, CONFIG)
     groups = dict(_groups(facts, specs))
     shards = {name: _shard(names, specs, facts) for name, names in groups.items()}
