@@ -36,7 +36,6 @@ from quantizers.system.shipped import shipped
 OWNER = "full-size"
 LOOK = 0.2  # seconds between two looks at a process
 UNFINISHED = 75  # exit code: the time was over
-INTERRUPTED = (130, 143, -signal.SIGKILL)  # exit codes of a run that goes on when it is called again
 PR_SET_PDEATHSIG = 1
 # What random weights cannot pass.
 NO_LIMITS = ("coverage=null", "perplexity.max_increase=null", "perplexity.max_kl=null", "perplexity.max_source=any")
@@ -94,12 +93,12 @@ class Run:
         words += ["--publish-as-you-go", self.repo, "--remove-uploaded", *self.further]
         figures = self.hub.figures
         while not self.is_finished:
+            if time.monotonic() > self.until:
+                return UNFINISHED
             count = figures.setdefault("signals", 0)
             code = self.call("run", *words, signalled=signals[count] if count < len(signals) else "")
-            if code not in (0, 3, *INTERRUPTED):
+            if code and not figures["processes"][-1]["ended_by"]:
                 return self._failed("run", code)
-            if code and not self.is_finished and time.monotonic() > self.until:
-                return UNFINISHED
         return 0
 
     def verify(self) -> int:
@@ -239,7 +238,7 @@ def report(run: Run, name: str, facts: Architecture) -> dict[str, Any]:
         "layers": [len(layers), promised["layers"]],
         "layer_seconds": sum(seconds.values()) / max(len(layers), 1),
         "phases": {phase: total / len(layers) for phase, total in seconds.items()},
-        "memory": [figures["peak memory of run"], promised["needs"]["memory"], promised["needs"]["host"]],
+        "memory": [figures.get("peak memory of run", 0), promised["needs"]["memory"], promised["needs"]["host"]],
         "device_memory": max((entry["peak_memory_bytes"] for entry in layers), default=0),
         "disk": [figures["peak disk"], way["source"] + way["output"]],
         "from_hub": [sum(process["source"] for process in runs), way["download"]],
@@ -335,7 +334,7 @@ def main() -> None:
         if not code and given.verify:
             code = run.verify()
         figures = report(run, job.location, checkpoint.facts)
-        digests = hub.digests(run.repo)
+        digests = [] if code else hub.digests(run.repo)
     if not code and given.reference:
         shallow = folder / "reference"
         shallow.mkdir(exist_ok=True)

@@ -171,6 +171,7 @@ def _constant(dtype: str, value: float) -> memoryview:
 def _pool(dtype: str, deviation: float) -> memoryview:
     """Numbers of a normal distribution, LEVELS different ones, as bytes."""
     levels = torch.special.ndtri((torch.arange(LEVELS, dtype=torch.float64) + 0.5) / LEVELS) * deviation
-    table = levels.to(torch_dtype(dtype)).view(torch.uint8).view(LEVELS, -1).numpy()
+    table = levels.to(torch_dtype(dtype))
+    words = table.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[table.itemsize]).numpy()
     chosen = np.random.default_rng(0).integers(0, LEVELS, POOL, dtype=np.uint8)
-    return table[chosen].reshape(-1).data
+    return words[chosen].view(np.uint8).data

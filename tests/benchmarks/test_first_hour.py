@@ -85,14 +85,22 @@ def test_what_goes_wrong_is_in_the_table(tmp_path: Path) -> None:
     assert said.startswith("STEPS: nonsense is no step; the steps are machine tests")
 
 
-@pytest.mark.slow
-def test_a_step_whose_time_is_over_is_to_be_done_again(tmp_path: Path) -> None:
+def test_a_step_whose_time_was_over_is_to_be_done_again(tmp_path: Path) -> None:
     """The run at real size goes on in its folder, which is kept."""
-    code, table, _ = first_hour(tmp_path / "out", STEPS="full", FULL_SECONDS="0", FULL_FOLDER=str(tmp_path / "full"))
+    measured = {"layers": [1, 2], "layer_seconds": 3.0, "processes": [], "memory": [2e9, {}, 0], "device_memory": 1e9}
+    (tmp_path / "measured.json").write_text(json.dumps(measured))
+    python = tmp_path / "python"
+    unfinished = f'[ "$1" = benchmarks/full_size.py ] && cat {tmp_path / "measured.json"} && exit 75'
+    python.write_text(f'#!/bin/sh\n{unfinished}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    folder = tmp_path / "full"
+    folder.mkdir()
+    given = {"STEPS": "full", "PYTHON": str(python), "FULL_FOLDER": str(folder)}
+    code, table, _ = first_hour(tmp_path / "out", **given)
     assert code == 1
-    assert table["full"][0] == "unfinished"
-    assert table["full"][1].startswith("0 of 2 layers, ")
-    assert (tmp_path / "full" / "hub.json").exists()
+    figure = "1 of 2 layers, 3.0 s each; peak memory 2.0 GB of the host, 1.0 GB of the device; not interrupted"
+    assert table["full"] == ("unfinished", f"{figure}; not compared yet")
+    assert folder.exists()
 
 
 @pytest.fixture
