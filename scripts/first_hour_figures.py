@@ -5,6 +5,7 @@
     python scripts/first_hour_figures.py least RECIPE DEVICE               the least --device-memory that a run takes
     python scripts/first_hour_figures.py gates REPORT.json REPORT.json EVALUATION.json
     python scripts/first_hour_figures.py layer LAYER.json
+    python scripts/first_hour_figures.py full FULL.json
 
 The exit code is 1 where two sides differ too much.
 """
@@ -83,12 +84,32 @@ def layer(file: str) -> int:
     return 0
 
 
+def full(file: str) -> int:
+    """Layers that are done of a run at real size, their time and memory, and what was resumed."""
+    measured = _read(file)
+    done, layers = measured["layers"]
+    interruptions = [
+        process for process in measured["processes"] if process["command"] == "run" and process["ended_by"]
+    ]
+    ends = ", ".join(f"{process['ended_by']} after layer {process['layers_done']}" for process in interruptions)
+    same = "not compared yet"
+    if reference := measured.get("reference"):
+        bytes_of = "the same bytes" if reference["same"] else "OTHER bytes"
+        same = f"{bytes_of} in {reference['layers']} layers as without interruption"
+    print(
+        f"{done} of {layers} layers, {measured['layer_seconds']:.1f} s each; peak memory "
+        f"{measured['memory'][0] / 1e9:.1f} GB of the host, {measured['device_memory'] / 1e9:.1f} GB of the device; "
+        f"{ends or 'not interrupted'}; {same}"
+    )
+    return int(done < layers or not (reference and reference["same"]))
+
+
 def _read(file: str) -> Any:
     return json.loads(Path(file).read_text())
 
 
 COMMANDS: dict[str, Callable[..., int]] = {
-    command.__name__: command for command in (machine, source, least, gates, layer)
+    command.__name__: command for command in (machine, source, least, gates, layer, full)
 }
 
 if __name__ == "__main__":

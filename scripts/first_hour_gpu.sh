@@ -20,15 +20,22 @@ TESTS=${TESTS:-tests}                               # where tests marked on_devi
 if [ "$DEVICE" = cpu ]; then
     LAYER=${LAYER:-"tiny-minimax-m2-fp8-int4 --tokens 256"}
     PROFILED=${PROFILED:-"tiny-minimax-m2-fp8-int4 --tokens 64"}
+    FULL=${FULL:-"minimax-m2.1-fp8-int4 --layers 2 --width-divisor 12 --experts 16 --tokens 256"}
 else
     LAYER=${LAYER:-"minimax-m2.1-fp8-int4-131k --tokens 131072"}    # recipe and options of benchmarks/layer.py
     PROFILED=${PROFILED:-"minimax-m2.1-fp8-int4-131k --experts 16 --tokens 8192"}
+    # Recipe and options of benchmarks/full_size.py; its Hub keeps some 2.1 GB a layer, beside 25 GB.
+    FULL=${FULL:-"minimax-m2.1-fp8-int4 --layers ${FULL_LAYERS:-12} --tokens 16384 --texts 16"}
 fi
 MEMORY=${MEMORY:-4GiB}                              # for the recipe's runs: all is held, but in one, which gets LESS
+FULL_SECONDS=${FULL_SECONDS:-inf}                   # after which the step `full` stops; give it again, and it goes on
+FULL_FOLDER=${FULL_FOLDER:-out/full-size-$DEVICE}   # where it goes on; it is removed when the step has passed
 LESS=${LESS:-}                                      # the least that a run takes: one unit's sums, no inputs, no states
-STEPS=${STEPS:-machine tests memory cpu layer profile resume two}
+ALL="machine tests memory cpu layer profile resume two full"
+STEPS=${STEPS:-$ALL}
 
-SKIPPED=77  # what a step returns that has nothing to do here; its figure says why
+SKIPPED=77     # what a step returns that has nothing to do here; its figure says why
+UNFINISHED=75  # what a step returns whose time was over: it goes on when it is done again
 
 quantize() { "$PYTHON" -m quantizers "$@"; }
 figure() { printf '%s\n' "$*" >"$FIGURE"; }  # a step's last word, for the table
@@ -131,6 +138,16 @@ step_two() {
     same_bytes "$OUT/whole" "$OUT/two"
 }
 
+step_full() {
+    local words status=0
+    read -ra words <<<"$FULL"
+    "$PYTHON" benchmarks/full_size.py "${words[@]}" --device "$DEVICE" --folder "$FULL_FOLDER" \
+        --seconds "$FULL_SECONDS" --signals KILL@1 --reference 2 --json >"$OUT/full.json" || status=$?
+    [ ! -s "$OUT/full.json" ] || figures full "$OUT/full.json" || [ "$status" != 0 ] || status=1
+    [ "$status" != 0 ] || rm -rf "$FULL_FOLDER"
+    return "$status"
+}
+
 # row STEP: does it, keeps its log, and adds its row to the table.
 row() {
     local status=0 result log=$OUT/$1.log started=$SECONDS
@@ -141,6 +158,7 @@ row() {
     case $status in
         0) result=PASS ;;
         "$SKIPPED") result=skipped ;;
+        "$UNFINISHED") result=unfinished failed=1 ;;
         *) result=FAIL failed=1 ;;
     esac
     [ -s "$FIGURE" ] || tail -n 1 "$log" | cut -c 1-200 >"$FIGURE"
@@ -154,7 +172,7 @@ if [ -e "$OUT/table.md" ]; then
 fi
 for step in $STEPS; do
     if ! declare -F "step_$step" >/dev/null; then
-        echo "STEPS: $step is no step; the steps are machine tests memory cpu layer profile resume two" >&2
+        echo "STEPS: $step is no step; the steps are $ALL" >&2
         exit 2
     fi
 done

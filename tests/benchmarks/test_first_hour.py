@@ -22,7 +22,7 @@ from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
 
 SCRIPT, FIGURES = REPOSITORY / "scripts" / "first_hour_gpu.sh", REPOSITORY / "scripts" / "first_hour_figures.py"
-STEPS = ["machine", "resume"]
+STEPS = ["machine", "resume", "full"]
 OTHERS = ["machine", "cpu", "layer"]  # those that are left run what has tests of its own
 
 
@@ -44,6 +44,7 @@ def test_the_first_hour_on_a_cpu(steps: list[str], tmp_path: Path) -> None:
     """At the smallest sizes."""
     recipe = write_job(tmp_path / "job", layers=3, words=12, samples=2, awq={"grid": 3})
     small = {"RECIPE": str(recipe), "HELD_OUT": str(recipe.parent / "held-out.yaml"), "STEPS": " ".join(steps)}
+    small["FULL_FOLDER"] = str(tmp_path / "full")
     code, table, said = first_hour(tmp_path / "out", **small)
     logs = {step: (tmp_path / "out" / f"{step}.log").read_text() for step in table}
     assert list(table) == steps
@@ -53,6 +54,13 @@ def test_the_first_hour_on_a_cpu(steps: list[str], tmp_path: Path) -> None:
     if "resume" in steps:
         assert re.fullmatch(r"the same bytes in \d\d files", table["resume"][1])
         assert "resuming after layer 1 of 3" in logs["resume"]
+        figure = (
+            r"2 of 2 layers, .* s each; peak memory .* GB of the host, .* GB of the device; SIGKILL after layer 1; (.*)"
+        )
+        full = re.fullmatch(figure, table["full"][1])
+        assert full
+        assert full[1] == "the same bytes in 2 layers as without interruption"
+        assert not (tmp_path / "full").exists()
     else:
         kl = re.fullmatch(r"the same \d gates; KL (\S+), of the CPU's output (\S+)", table["cpu"][1])
         assert kl
@@ -75,6 +83,24 @@ def test_what_goes_wrong_is_in_the_table(tmp_path: Path) -> None:
     code, table, said = first_hour(tmp_path / "other", STEPS="machine nonsense")
     assert (code, table) == (2, {})
     assert said.startswith("STEPS: nonsense is no step; the steps are machine tests")
+
+
+def test_a_step_whose_time_was_over_is_to_be_done_again(tmp_path: Path) -> None:
+    """The run at real size goes on in its folder, which is kept."""
+    measured = {"layers": [1, 2], "layer_seconds": 3.0, "processes": [], "memory": [2e9, {}, 0], "device_memory": 1e9}
+    (tmp_path / "measured.json").write_text(json.dumps(measured))
+    python = tmp_path / "python"
+    unfinished = f'[ "$1" = benchmarks/full_size.py ] && cat {tmp_path / "measured.json"} && exit 75'
+    python.write_text(f'#!/bin/sh\n{unfinished}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    folder = tmp_path / "full"
+    folder.mkdir()
+    given = {"STEPS": "full", "PYTHON": str(python), "FULL_FOLDER": str(folder)}
+    code, table, _ = first_hour(tmp_path / "out", **given)
+    assert code == 1
+    figure = "1 of 2 layers, 3.0 s each; peak memory 2.0 GB of the host, 1.0 GB of the device; not interrupted"
+    assert table["full"] == ("unfinished", f"{figure}; not compared yet")
+    assert folder.exists()
 
 
 @pytest.fixture
@@ -117,6 +143,22 @@ def test_a_layers_line(figures: Callable[..., tuple[int, str]]) -> None:
     measured = {"phases": phases, "rates": rates, "run": 5400, "tokens": 131072, "sizes": {"experts": 256}}
     said = "5.50 s for 131,072 tokens and 256 experts, 1.5 h for the run; matmul 500, float32 50 TFLOP/s, "
     assert figures("layer", measured) == (0, said + "copy 2500 GB/s, launch 6.0 us")
+
+
+def test_a_run_at_real_size(figures: Callable[..., tuple[int, str]]) -> None:
+    """It passes once all layers are done, with the bytes of a run without interruption."""
+
+    def run(done: int, **further: Any) -> dict[str, Any]:
+        killed = {"command": "run", "ended_by": "SIGKILL", "layers_done": 1}
+        memory = {"memory": [17.9e9, {}, 0], "device_memory": 23.7e9}
+        return {"layers": [done, 12], "layer_seconds": 9.87, "processes": [killed]} | memory | further
+
+    said = "s each; peak memory 17.9 GB of the host, 23.7 GB of the device; SIGKILL after layer 1; "
+    reference = {"layers": 2, "same": True}
+    same = f"12 of 12 layers, 9.9 {said}the same bytes in 2 layers as without interruption"
+    assert figures("full", run(12, reference=reference)) == (0, same)
+    assert figures("full", run(12, reference=reference | {"same": False}))[0] == 1
+    assert figures("full", run(5)) == (1, f"5 of 12 layers, 9.9 {said}not compared yet")
 
 
 @pytest.mark.every
