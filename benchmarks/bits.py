@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from measured_rows import Row, Table, recipe_job, row_options
 from methods import Method, calibration_data, quantized, variant
-from rows import Row, Table, recipe_job, row_options
 
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import Checkpoint

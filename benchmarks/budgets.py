@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from bits import draw
+from measured_rows import Table, recipe_job, row_options
 from methods import calibration_data, quantized
-from rows import Table, recipe_job, row_options
 
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measure import measure_schemes

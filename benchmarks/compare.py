@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from layer_measurement import resized, write_random
 from library_route import folder_bytes, library_route
+from measured_rows import options, recipe_job
 from methods import spread
-from rows import options, recipe_job
 
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.calibration.load_set import load_set

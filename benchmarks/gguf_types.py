@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from measured_rows import Maker, Row, Table, recipe_job, row_options
 from methods import Method, calibration_data, quantized, spread, variant
-from rows import Maker, Row, Table, recipe_job, row_options
 from safetensors.torch import save_file
 
 from quantizers.architectures.matrices import MATRICES

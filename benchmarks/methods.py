@@ -18,7 +18,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
-from rows import Row, Table, recipe_job, row_options
+from measured_rows import Row, Table, recipe_job, row_options
 
 from quantizers.architectures.architecture import EXPERTS, ROUTER, Architecture
 from quantizers.calibration.load_set import load_set

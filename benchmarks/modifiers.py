@@ -25,9 +25,9 @@ from typing import Any
 from gguf_types import plain_tensors, written
 from library_route import EXPERTS, awq_modifier, integers, load, oneshot
 from loguru import logger
+from measured_rows import Maker, Row, Table, recipe_job, row_options
 from methods import calibration_data, spread
 from parts import DEFAULT, PLAIN, Ours, rows_of
-from rows import Maker, Row, Table, recipe_job, row_options
 
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder

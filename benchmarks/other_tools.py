@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 
 from gguf_types import plain_tensors, written
+from measured_rows import Maker, Row, Table, recipe_job, row_options
 from methods import calibration_data, spread
 from parts import DEFAULT, rows_of
-from rows import Maker, Row, Table, recipe_job, row_options
 
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import CONFIG, Checkpoint, open_folder

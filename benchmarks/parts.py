@@ -24,8 +24,8 @@ from unittest.mock import patch
 import torch
 from bits import draw
 from gguf_types import plain_tensors, written
+from measured_rows import Row, Table, recipe_job, row_options
 from methods import Method, calibration_data, quantized, variant
-from rows import Row, Table, recipe_job, row_options
 
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import Checkpoint
