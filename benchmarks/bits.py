@@ -1,6 +1,7 @@
 """KL at each number of bits, with scales of both signs and with positive ones, over draws of the calibration set.
 
     python benchmarks/bits.py tiny-minimax-m2-fp8-int4 --bits 2 3 4 8 --draws 5 --tokens 15000
+    python benchmarks/bits.py mine.yaml --signs both --draws 1 --no-whole --tokens 4096     # an output for each scheme
 
 Each cell is a mean over the held-out tokens: of an output calibrated with the whole set, and of as many outputs as
 there are draws, each calibrated with so many tokens of samples in an order of its own. The same draws serve all rows.
@@ -9,25 +10,27 @@ Of every draw both outputs are measured, so the change between them is a mean of
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from methods import Method, calibration_data, held_out, options, quantized, recipe_job, variant
+from measured_rows import Row, Table, recipe_job, row_options
+from methods import Method, calibration_data, quantized, variant
 
 from quantizers.calibration.samples import CalibrationData
+from quantizers.checkpoint.reader import Checkpoint
 from quantizers.device.devices import choose_device
 from quantizers.formats.packed_integers import Integers
 from quantizers.planning.job import Job
 from quantizers.system.formatting import text_table
 
 SIGNS = ("positive", "both")
-Rows = list[dict[str, Any]]
+Rows = list[Row]
 
 
 def draw(data: CalibrationData, tokens: int, seed: int) -> CalibrationData:
@@ -42,57 +45,64 @@ def draw(data: CalibrationData, tokens: int, seed: int) -> CalibrationData:
     return replace(data, samples=[data.samples[number] for number in sorted(chosen)])
 
 
-def compare_bits(job: Job, schemes: Sequence[Integers], draws: int, tokens: int, device: torch.device) -> Rows:
-    """A row for each scheme, sign and set of samples (0 the whole set, then the draws), with mean and median KL."""
-    whole = calibration_data(job)
-    sets = [whole, *(draw(whole, tokens, seed) for seed in range(1, draws + 1))]
-    rows: Rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = []
-        for scheme in schemes:
-            for sign in SIGNS:
-                changes = {"bits": scheme.bits, "group_size": scheme.group_size, "scales_sign": sign}
-                experts = job.recipe.experts.model_copy(update=changes)
-                changed = variant(job, Method(str(scheme), experts))
-                for number, data in enumerate(sets):
-                    outputs.append(quantized(changed, data, Path(folder) / str(len(outputs)), device))
-                    rows.append({"scheme": str(scheme), "sign": sign, "draw": number})
-        results = held_out(job, outputs, Path(folder) / "eval", device)
-    for row, result in zip(rows, results, strict=True):
-        row |= {"mean": result["kl"]["mean"], "median": result["kl"]["median"], "top1": result["top1"]}
-    return rows
+def compare_bits(job: Job, schemes: Sequence[Integers], given: argparse.Namespace) -> Rows:
+    """A row for each scheme, sign and set of samples (0 the whole set, then the draws), as far as they are wanted."""
+    whole, device = calibration_data(job), choose_device(given.device)
+    numbers = range(given.draws + 1) if given.whole else range(1, given.draws + 1)
+    rows = {
+        f"{scheme}, {sign}, {f'draw {number}' if number else 'whole'}": (scheme, sign, number)
+        for scheme in schemes
+        for sign in given.signs
+        for number in numbers
+    }
 
+    def make(scheme: Integers, sign: str, number: int, place: Path) -> Checkpoint:
+        changes = {"bits": scheme.bits, "group_size": scheme.group_size, "scales_sign": sign}
+        changed = variant(job, Method("", job.recipe.experts.model_copy(update=changes)))
+        return quantized(changed, draw(whole, given.tokens, number) if number else whole, place, device)
 
-def _pairs(rows: Rows) -> Iterator[tuple[str, list[Mapping[str, Any]], list[Mapping[str, Any]]]]:
-    for scheme in dict.fromkeys(row["scheme"] for row in rows):
-        of_scheme = [row for row in rows if row["scheme"] == scheme]
-        positive, both = ([row for row in of_scheme if row["sign"] == sign] for sign in SIGNS)
-        yield scheme, positive, both
+    def which(name: str, _: Path) -> Row:
+        scheme, sign, number = rows[name]
+        return {"scheme": str(scheme), "sign": sign, "draw": number}
+
+    return Table(job, given, "bits").measure({name: partial(make, *row) for name, row in rows.items()}, which)
 
 
 def bits_table(rows: Rows) -> str:
-    """KL with the whole set, with positive scales and with both signs, and the changes of all sets' mean and median."""
+    """KL of each sign with the first set, and the changes of mean and median from positive scales to both signs.
+
+    The changes are means over the sets of which both are measured.
+    """
     lines = []
-    for scheme, positive, both in _pairs(rows):
-        cells = [scheme, f"{positive[0]['mean']:.5f}", f"{both[0]['mean']:.5f}"]
-        for figure in ("mean", "median"):
-            ratios = [row[figure] / base[figure] - 1 for row, base in zip(both, positive, strict=True)]
-            cells += [f"{statistics.mean(ratios):+.1%}", f"{min(ratios):+.1%} to {max(ratios):+.1%}"]
-        lines.append(tuple(cells))
-    heads = ("scheme", "KL positive", "KL both", "mean KL", "of each set", "median KL", "of each set")
+    for scheme in dict.fromkeys(row["scheme"] for row in rows):
+        by_sign = [{row["draw"]: row for row in rows if (row["scheme"], row["sign"]) == (scheme, s)} for s in SIGNS]
+        first = [next(iter(of_sign.values()), None) for of_sign in by_sign]
+        cells = [scheme, *(f"{row['kl']:.5f}" if row else "" for row in first)]
+        positive, both = by_sign
+        shared = [draw for draw in both if draw in positive]
+        for figure in ("kl", "median"):
+            ratios = [both[draw][figure] / positive[draw][figure] - 1 for draw in shared]
+            of_each = f"{min(ratios):+.1%} to {max(ratios):+.1%}" if ratios else ""
+            cells += [f"{statistics.mean(ratios):+.1%}" if ratios else "", of_each]
+        last = first[1] or first[0]
+        assert last is not None
+        lines.append((*cells, f"{last['top1']:.1%}"))
+    heads = ("scheme", "KL positive", "KL both", "mean KL", "of each set", "median KL", "of each set", "top-1")
     return text_table(heads, lines)
 
 
 def main() -> None:
     """Compare both kinds of scales at each number of bits on a recipe's model."""
-    parser = options(__doc__)
+    parser = row_options(__doc__)
     parser.set_defaults(tokens=15000)
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4, 8])
-    parser.add_argument("--group-size", type=int, default=32)
+    parser.add_argument("--group-sizes", type=int, nargs="+", default=[32])
+    parser.add_argument("--signs", nargs="+", choices=SIGNS, default=SIGNS)
     parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("--no-whole", dest="whole", action="store_false", help="leave the whole set out")
     given = parser.parse_args()
-    schemes = [Integers(bits, given.group_size) for bits in given.bits]
-    rows = compare_bits(recipe_job(given.recipe), schemes, given.draws, given.tokens, choose_device(given.device))
+    schemes = [Integers(bits, size) for bits in given.bits for size in given.group_sizes]
+    rows = compare_bits(recipe_job(given.recipe), schemes, given)
     print(json.dumps(rows, indent=1) if given.json else bits_table(rows))
 
 

@@ -8,17 +8,19 @@ those that fit. The gain is a mean of ratios, each of two outputs that were cali
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from bits import draw
-from methods import calibration_data, held_out, options, quantized, recipe_job
+from measured_rows import Table, recipe_job, row_options
+from methods import calibration_data, quantized
 
 from quantizers.budget.choice import describe_choice
 from quantizers.budget.measure import measure_schemes
@@ -33,15 +35,14 @@ from quantizers.walk.context import Context
 Rows = list[dict[str, Any]]
 
 
-def compare_budgets(jobs: Sequence[Job], draws: int, tokens: int, device: torch.device) -> Rows:
+def compare_budgets(jobs: Sequence[Job], given: argparse.Namespace) -> Rows:
     """A row for each budget's job and each set of samples (0 the whole set, then the draws)."""
     rows: Rows = []
+    device, whole = choose_device(given.device), calibration_data(jobs[0])
+    table = Table(jobs[0], given, "budgets")
     with tempfile.TemporaryDirectory() as folder:
-        outputs = []
-        whole = calibration_data(jobs[0])
-        for number in range(draws + 1):
-            data = draw(whole, tokens, number) if number else whole
-            made = dict[str, int]()  # the outputs of this draw, by their layers' schemes
+        for number in range(0 if given.whole else 1, given.draws + 1):
+            data = draw(whole, given.tokens, number) if number else whole
             for job in jobs:
                 assert job.allocation is not None
                 work = Path(folder) / f"measured-{len(rows)}"
@@ -54,23 +55,19 @@ def compare_budgets(jobs: Sequence[Job], draws: int, tokens: int, device: torch.
                 uniform = next(scheme for scheme in job.allocation.candidates if str(scheme) == choice.uniform)
                 row = {"budget": choice.limit, "draw": number, "predicted": choice.gain}
                 for name, schemes in (("mixture", layers), ("uniform", [uniform] * len(layers))):
-                    key = ", ".join(map(str, schemes))
-                    if key not in made:
-                        made[key] = len(outputs)
-                        by_layer = dict(zip(job.allocation.layers, schemes, strict=True))
-                        planned = [by_layer.get(layer, schemes[0]) for layer in range(job.plan.layers)]
-                        variant = replace(job, plan=job.plan.with_schemes(planned))
-                        outputs.append(quantized(variant, data, Path(folder) / str(len(outputs)), device))
-                    row |= {name: key, f"{name}_output": made[key]}
+                    row[name] = ", ".join(map(str, schemes))
+                    by_layer = dict(zip(job.allocation.layers, schemes, strict=True))
+                    planned = [by_layer.get(layer, schemes[0]) for layer in range(job.plan.layers)]
+                    variant = replace(job, plan=job.plan.with_schemes(planned))
+                    key = f"draw {number}: {row[name]}"  # the same for another budget is made once
+                    (measured,) = table.measure({key: partial(quantized, variant, data, device=device)})
+                    row[f"{name}_kl"] = measured["kl"]
                 rows.append(row)
-        results = held_out(jobs[0], outputs, Path(folder) / "eval", device)
-    for row in rows:
-        row |= {f"{name}_kl": results[row.pop(f"{name}_output")]["kl"]["mean"] for name in ("mixture", "uniform")}
     return rows
 
 
 def budgets_table(rows: Rows) -> str:
-    """KL of mixture and uniform scheme with the whole set, and what the mixture gains with all sets."""
+    """KL of mixture and uniform scheme with the first set, and what the mixture gains with all sets."""
     lines = []
     for budget in dict.fromkeys(row["budget"] for row in rows):
         of_budget = [row for row in rows if row["budget"] == budget]
@@ -90,16 +87,17 @@ def budgets_table(rows: Rows) -> str:
 
 def main() -> None:
     """Compare mixtures with uniform schemes of the same size on a recipe's model."""
-    parser = options(__doc__)
+    parser = row_options(__doc__, chosen=False)
     parser.set_defaults(tokens=15000)
     parser.add_argument("--bits-per-weight", type=float, nargs="+", default=[2.5, 2.75, 3.0, 3.5])
     parser.add_argument("--draws", type=int, default=5)
+    parser.add_argument("--no-whole", dest="whole", action="store_false", help="leave the whole set out")
     given = parser.parse_args()
     jobs = [
         recipe_job(given.recipe, f"experts.bits_per_weight={budget}", "experts.bits=null", "experts.group_size=null")
         for budget in given.bits_per_weight
     ]
-    rows = compare_budgets(jobs, given.draws, given.tokens, choose_device(given.device))
+    rows = compare_budgets(jobs, given)
     print(json.dumps(rows, indent=1) if given.json else budgets_table(rows))
 
 

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from layer_measurement import resized, write_random
 from library_route import folder_bytes, library_route
-from methods import options, recipe_job, spread
+from measured_rows import options, recipe_job
+from methods import spread
 
 from quantizers.architectures.families import architecture_for, published_config
 from quantizers.calibration.load_set import load_set
@@ -337,6 +338,7 @@ def compare_table(result: dict[str, Any]) -> str:
 def main() -> None:
     """Compare both engines on a random layer, and both routes on a recipe's model."""
     parser = options(__doc__)
+    parser.add_argument("--repeats", type=int, default=1, help="seconds are the median")
     parser.add_argument("--experts", type=int, default=16, help="of the random layer")
     parser.add_argument("--hidden", type=int, default=512, help="of the random layer")
     parser.add_argument("--width", type=int, default=256, help="of the random layer's experts")

@@ -1,29 +1,30 @@
 """KL of the experts in llama.cpp's types beside ours, at the size of each, on one model with the same tokens.
 
-    pip install libgguf && python benchmarks/gguf_types.py tiny-minimax-m2-fp8-int4
+    pip install libgguf && python benchmarks/gguf_types.py tiny-minimax-m2-fp8-int4 --flat
 
 The types are quantized by libgguf's native reference with the importance matrix of `quantize imatrix`: for each expert
 the squares of its inputs, over the calibration tokens that the router sends to it, over all, or both (--importance).
-All but the experts stays as it is. Rows shorter than a super-block of 256 are laid end to end, with their importance
-repeated.
+All but the experts stays as it is. Rows that do not end with a super-block of 256 are laid end to end, with their
+importance repeated; llama.cpp itself would give such a matrix another type.
 
 The tiny model has outlier channels by powers of two, in the norm before the experts and between w3 and w2. AWQ folds
-such channels away, and a type of llama.cpp cannot, so both models are measured: with them, and with the same function
-without them (flat).
+such channels away, and a type of llama.cpp cannot: `--flat` adds the same function without them.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from methods import Method, calibration_data, held_out, options, quantized, recipe_job, spread, variant
+from measured_rows import Maker, Row, Table, recipe_job, row_options
+from methods import Method, calibration_data, quantized, spread, variant
 from safetensors.torch import save_file
 
 from quantizers.architectures.matrices import MATRICES
@@ -38,6 +39,7 @@ from quantizers.model.streamed_model import StreamedModel
 from quantizers.planning.device_memory import Placement, Residents
 from quantizers.planning.job import Job, prepare
 from quantizers.recipe.read import changes_of
+from quantizers.system.errors import InputError
 from quantizers.system.formatting import text_table
 from quantizers.walk.context import Context
 from quantizers.walk.walk import all_tensors, walk
@@ -106,75 +108,93 @@ def importances(job: Job, data: CalibrationData, tokens: Tokens, work: Path) -> 
 
 
 def in_type(name: str, weight: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """A matrix (R, C) as a type stores it, and the type's bits per weight."""
+    """A matrix (R, C) as a type stores it, and the type's bits per weight.
+
+    Raises:
+        InputError: super-blocks would not end where the matrix ends.
+    """
     import libgguf
 
     kind = libgguf.GGMLQuantizationType[name]
-    rows = weight.float().reshape(-1, SUPER_BLOCK).numpy()
-    weights = importance.repeat(SUPER_BLOCK // len(importance)).numpy().astype(np.float32)
+    length = math.lcm(weight.shape[1], SUPER_BLOCK)  # whole rows, and whole super-blocks
+    if weight.numel() % length:
+        remedy = f"leave it out; a matrix needs a multiple of {length} weights"
+        raise InputError(name, f"a matrix of {weight.shape[0]} x {weight.shape[1]} has no whole super-blocks", remedy)
+    rows = weight.float().reshape(-1, length).numpy()
+    weights = importance.repeat(length // len(importance)).numpy().astype(np.float32)
     stored = libgguf.quantize_rows(rows, kind, imatrix=weights)
-    back = libgguf.dequantize_rows(stored, kind, n_per_row=SUPER_BLOCK)
+    back = libgguf.dequantize_rows(stored, kind, n_per_row=length)
     return torch.from_numpy(back).view(weight.shape), stored.nbytes * 8 / rows.size
 
 
-def outputs(
-    job: Job, tensors: Tensors, data: CalibrationData, tokens: Tokens, place: Path
-) -> Iterator[tuple[str, float, Checkpoint]]:
-    """Each type, scheme and budget with its bits per weight and output."""
-    source, important = job.opened, importances(job, data, tokens, place / "imatrix")
-    for name in TYPES:
-        changed, bits = dict(tensors), 0.0
-        for (layer, expert), (of_x, of_h) in important.items():
+def compare_types(job: Job, given: argparse.Namespace, place: Path, *, flat: bool) -> list[Row]:
+    """A row for each type, scheme and budget, with its bits per weight; if `flat`, of the model without outliers."""
+    tensors, bits = plain_tensors(job, flat), dict[str, float]()
+    job = prepare(str(job.path), source_folder=written(tensors, job.opened, place / "source"))
+    data = spread(calibration_data(job), given.tokens)
+
+    @functools.cache
+    def important() -> dict[Expert, tuple[torch.Tensor, ...]]:
+        return importances(job, data, given.importance, place / "imatrix")
+
+    def by_type(name: str, folder: Path) -> Checkpoint:
+        changed = dict(tensors)
+        for (layer, expert), (of_x, of_h) in important().items():
             for matrix in MATRICES:
                 weight = f"{job.facts.expert(layer, expert, matrix)}.weight"
-                changed[weight], bits = in_type(name, tensors[weight], of_h if matrix == "down" else of_x)
-        yield name, bits, open_folder(written(changed, source, place / name))
-    for scheme in SCHEMES:
+                in_stored = in_type(name, tensors[weight], of_h if matrix == "down" else of_x)
+                changed[weight], bits[name] = in_stored
+        return open_folder(written(changed, job.opened, folder / name))
+
+    def by_scheme(scheme: Integers, folder: Path) -> Checkpoint:
         update = {"bits": scheme.bits, "group_size": scheme.group_size}
+        bits[str(scheme)] = scheme.bits_per_weight
         job_of_scheme = variant(job, Method(str(scheme), job.recipe.experts.model_copy(update=update)))
-        yield str(scheme), scheme.bits_per_weight, quantized(job_of_scheme, data, place / str(scheme), CPU)
-    for budget in BUDGETS:
+        return quantized(job_of_scheme, data, folder, CPU)
+
+    def by_budget(name: str, budget: float, folder: Path) -> Checkpoint:
         keys = (f"experts.bits_per_weight={budget}", "experts.bits=null", "experts.group_size=null")
-        given = prepare(str(job.path), source_folder=source.folder, changes=changes_of(keys))
-        work = place / f"measured-{budget}"
-        work.mkdir()
-        context = Context(work, CPU, Placement(Residents(job.facts.num_experts, 1, 0)))
-        chosen = choose_schemes(given, token_tensors(data, job.facts.vocab_size), context, work)
-        mean = sum(scheme.bits_per_weight for scheme in chosen.plan.schemes) / len(chosen.plan.schemes)
-        yield f"budget of {budget:g} bits", mean, quantized(chosen, data, place / f"budget-{budget}", CPU)
+        asked = prepare(str(job.path), source_folder=job.opened.folder, changes=changes_of(keys))
+        context = Context(folder, CPU, Placement(Residents(job.facts.num_experts, 1, 0)))
+        chosen = choose_schemes(asked, token_tensors(data, job.facts.vocab_size), context, folder)
+        bits[name] = sum(scheme.bits_per_weight for scheme in chosen.plan.schemes) / len(chosen.plan.schemes)
+        return quantized(chosen, data, folder / "chosen", CPU)
+
+    makers: dict[str, Maker] = {name: functools.partial(by_type, name) for name in TYPES}
+    makers |= {str(scheme): functools.partial(by_scheme, scheme) for scheme in SCHEMES}
+    for budget in BUDGETS:
+        name = f"budget of {budget:g} bits"
+        makers[name] = functools.partial(by_budget, name, budget)
+    label = f"types, {given.importance}{', flat' if flat else ''}"
+    return Table(job, given, label).measure(makers, lambda name, _: {"bits": bits[name]})
 
 
-def compare_types(recipe: str, most_tokens: int, tokens: Tokens) -> list[dict[str, Any]]:
-    """A row for each type, scheme and budget: bits per weight, and KL on the flat and the planted model."""
-    planted = recipe_job(recipe)
-    rows: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for key, flat in (("flat", True), ("planted", False)):
-            place = Path(folder) / key
-            place.mkdir()
-            tensors = plain_tensors(planted, flat)
-            job = prepare(recipe, source_folder=written(tensors, planted.opened, place / "source"))
-            made = list(outputs(job, tensors, spread(calibration_data(job), most_tokens), tokens, place))
-            results = held_out(job, [output for *_, output in made], place / "eval", CPU)
-            for (name, bits, _), result in zip(made, results, strict=True):
-                rows.setdefault(name, {"name": name, "bits": bits})[key] = result["kl"]["mean"]
-    return sorted(rows.values(), key=lambda row: row["bits"])
-
-
-def types_table(rows: list[dict[str, Any]]) -> str:
-    """The rows as text."""
-    cells = [(row["name"], f"{row['bits']:.3g}", f"{row['flat']:.4f}", f"{row['planted']:.4f}") for row in rows]
-    return text_table(("experts", "bits", "KL, flat", "KL, with outliers"), cells)
+def types_table(rows_by_model: dict[str, list[Row]]) -> str:
+    """The rows of each model as text, by bits."""
+    cells: dict[str, list[str]] = {}
+    columns = ["experts", "bits"]
+    for model, rows in rows_by_model.items():
+        columns.append(f"KL{model}")
+        for row in sorted(rows, key=lambda row: row["bits"]):
+            cells.setdefault(row["name"], [row["name"], f"{row['bits']:.3g}"]).append(f"{row['kl']:.4f}")
+    return text_table(columns, list(cells.values()))
 
 
 def main() -> None:
     """Compare llama.cpp's types with ours on a recipe's model."""
-    parser = options(__doc__)
+    parser = row_options(__doc__)
+    parser.set_defaults(device="cpu")
     parser.add_argument("--importance", choices=("routed", "both", "all"), default="routed", help="as imatrix --tokens")
+    parser.add_argument("--flat", action="store_true", help="measure the model without its outlier channels too")
     given = parser.parse_args()
     choose_device("cpu")
-    rows = compare_types(given.recipe, given.tokens, given.importance)
-    print(json.dumps(rows, indent=1) if given.json else types_table(rows))
+    job = recipe_job(given.recipe)
+    models = ({", flat": True} if given.flat else {}) | {"": False}
+    rows_by_model = {}
+    for name, flat in models.items():
+        with tempfile.TemporaryDirectory() as folder:
+            rows_by_model[name] = compare_types(job, given, Path(folder), flat=flat)
+    print(json.dumps(rows_by_model, indent=1) if given.json else types_table(rows_by_model))
 
 
 if __name__ == "__main__":

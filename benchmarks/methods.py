@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,21 +18,21 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
+from measured_rows import Row, Table, recipe_job, row_options
 
 from quantizers.architectures.architecture import EXPERTS, ROUTER, Architecture
 from quantizers.calibration.load_set import load_set
 from quantizers.calibration.samples import CalibrationData, token_tensors
 from quantizers.checkpoint.reader import Checkpoint, open_folder
 from quantizers.checkpoint.safetensors_header import Spec
-from quantizers.commands.evaluate import measure
-from quantizers.device.devices import choose_device, forward_dtype, machine, use_threads, versions
+from quantizers.device.devices import choose_device, forward_dtype, machine, versions
 from quantizers.formats.fp8 import block_size
 from quantizers.output import journal
 from quantizers.pipeline.quantize import quantize_layers
 from quantizers.planning.assign_actions import make_plan, obstacle
 from quantizers.planning.device_memory import Placement, Residents
-from quantizers.planning.job import Job, prepare
-from quantizers.recipe.read import changes_of, set_location
+from quantizers.planning.job import Job
+from quantizers.recipe.read import set_location
 from quantizers.recipe.schema import Awq, Experts
 from quantizers.solve import llmcompressor_engine
 from quantizers.solve.llmcompressor_engine import solve_with_llmcompressor
@@ -166,17 +164,6 @@ def quantized(job: Job, data: CalibrationData, place: Path, device: torch.device
     return open_folder(place / "output")
 
 
-def held_out(job: Job, outputs: Sequence[Checkpoint], work: Path, device: torch.device) -> list[dict[str, Any]]:
-    """The figures of outputs on the short texts of the recipe's held-out set."""
-    assert job.source is not None
-    assert job.recipe.verify is not None
-    assert job.recipe.verify.perplexity is not None
-    texts = set_location(job.recipe.verify.perplexity.data, job.path)
-    trusts = job.recipe.source.trusts_tokenizer
-    measured = measure(job.source, outputs, texts, device, work, trust_remote_code=trusts, own=job.facts_file)
-    return [figures.as_dict() for figures in measured]
-
-
 def calibration_data(job: Job) -> CalibrationData:
     """The recipe's calibration samples."""
     assert job.source is not None
@@ -190,67 +177,57 @@ def _library(*arguments: Any, compensate_router: bool, compensate: bool = True) 
     return solve_with_llmcompressor(*arguments, compensate_router=compensate_router and compensate)
 
 
-def compare_methods(
-    job: Job, device: torch.device, repeats: int, most_tokens: int, work: Path | None = None
-) -> dict[str, Any]:
+def compare_methods(job: Job, given: argparse.Namespace) -> dict[str, Any]:
     """Run every method on the recipe's source and calibration set, and measure all on its held-out set's short texts.
 
     Args:
-        most_tokens: approximate number of calibration tokens; see `spread`.
-        repeats: runs of each method; seconds are the median. The bytes are the same each time.
-        work: folder for the temporary outputs; the system's by default.
+        given: of the command; seconds are the median of `repeats` runs, which give the same bytes each time.
 
     Returns:
-        rows (method, seconds, kl, top1, perplexity increase, router), `base` and `left_out` of `Methods`, and what they
-        were measured on.
+        rows (`Row`, and seconds), `base` and `left_out` of `Methods`, and what they were measured on.
     """
     if job.allocation:
         raise InputError(job.path, "the methods share one scheme", "give a recipe with bits and group_size")
-    data = spread(calibration_data(job), most_tokens)
+    device = choose_device(given.device)
+    data = spread(calibration_data(job), given.tokens)
     compared = methods(job.recipe.experts, job.facts, forward_dtype(device))
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=work) as folder:
-        outputs = []
-        for number, method in enumerate(compared.rows):
-            changed = variant(job, method)
-            seconds = []
-            for repeat in range(repeats):
-                place = Path(folder) / f"{number}-{repeat}"
-                library = _library if method.compensate_router else partial(_library, compensate=False)
-                with patch.object(llmcompressor_engine, "solve_with_llmcompressor", library):
-                    output = quantized(changed, data, place, device)
-                counted = ("solve",) if method.experts.engine == "llmcompressor" else ("observe", "solve")
-                entries = journal.done_layers(place, job.facts.num_layers)
-                # A layer without experts has neither.
-                seconds.append(sum(entry["seconds"].get(phase, 0.0) for entry in entries for phase in counted))
-            outputs.append(output)
-            rows.append({"method": method.name, "seconds": sorted(seconds)[len(seconds) // 2]})
-        results = held_out(job, outputs, Path(folder) / "eval", device)
-    for row, result in zip(rows, results, strict=True):
-        row |= {
-            "kl": result["kl"]["mean"],
-            "top1": result["top1"],
-            "increase": result["perplexity"]["increase"],
-            "router": result["router"]["min"],
-        }
+    asked = {method.name: method for method in compared.rows}
+
+    def make(method: Method, place: Path) -> Checkpoint:
+        library = _library if method.compensate_router else partial(_library, compensate=False)
+        with patch.object(llmcompressor_engine, "solve_with_llmcompressor", library):
+            for repeat in range(given.repeats):
+                output = quantized(variant(job, method), data, place / str(repeat), device)
+        return output
+
+    def seconds(name: str, place: Path) -> Row:
+        counted = ("solve",) if asked[name].experts.engine == "llmcompressor" else ("observe", "solve")
+        of_runs = []
+        for run in place.iterdir():
+            entries = journal.done_layers(run, job.facts.num_layers)
+            # A layer without experts has neither.
+            of_runs.append(sum(entry["seconds"].get(phase, 0.0) for entry in entries for phase in counted))
+        return {"seconds": sorted(of_runs)[len(of_runs) // 2]}
+
+    rows = Table(job, given, "methods").measure({name: partial(make, row) for name, row in asked.items()}, seconds)
     return {
         "rows": rows,
         "base": compared.base,
         "left_out": compared.left_out,
-        "repeats": repeats,
+        "repeats": given.repeats,
         "calibration": data.summary(),
-        "held_out_tokens": results[0]["tokens"],
         "machine": machine(device),
         "versions": versions(),
     }
 
 
 def methods_table(result: dict[str, Any]) -> str:
-    """The rows as text; ratios are relative to the row that `base` names."""
-    base = next(row for row in result["rows"] if row["method"] == result["base"])
-    rows = [
+    """The rows as text; ratios are relative to the row that `base` names, or to the last where that is left out."""
+    rows = result["rows"]
+    base = next((row for row in rows if row["name"] == result["base"]), rows[-1])
+    cells = [
         (
-            row["method"],
+            row["name"],
             f"{row['kl']:.4f}",
             f"{row['kl'] / base['kl']:.2f}",
             f"{row['top1']:.1%}",
@@ -259,47 +236,25 @@ def methods_table(result: dict[str, Any]) -> str:
             f"{row['seconds']:.1f}",
             f"{base['seconds'] / row['seconds']:.1f}x",
         )
-        for row in result["rows"]
+        for row in rows
     ]
     calibration = result["calibration"]
     reasons: dict[str, list[str]] = {}
     for name, why in result["left_out"].items():
         reasons.setdefault(why, []).append(name)
-    return text_table(("method", "KL", "ratio", "top-1", "router", "perplexity", "seconds", "faster"), rows) + (
-        f"\n\n{calibration['tokens']:,} calibration tokens, {result['held_out_tokens']:,} held-out; "
+    return text_table(("method", "KL", "ratio", "top-1", "router", "perplexity", "seconds", "faster"), cells) + (
+        f"\n\n{calibration['tokens']:,} calibration tokens, {rows[0]['held_out_tokens']:,} held-out; "
         f"{result['machine']['threads']} threads; seconds: observe + solve, median of {result['repeats']}"
         + "".join(f"\nleft out: {'; '.join(names)}: {why}" for why, names in reasons.items())
     )
 
 
-def recipe_job(recipe: str, *settings: str) -> Job:
-    """The prepared job of a recipe that names an evaluation set, changed as by --set, with the number of threads set.
-
-    Raises:
-        InputError: it names none.
-    """
-    job = prepare(recipe, changes=changes_of(settings))
-    use_threads(job.facts)
-    if job.recipe.verify is None or job.recipe.verify.perplexity is None:
-        raise InputError(recipe, "verify.perplexity.data is missing", "the methods are measured on it")
-    return job
-
-
-def options(about: str | None) -> argparse.ArgumentParser:
-    """The options that these scripts share."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="?", default="tiny-minimax-m2-fp8-int4", help="with an evaluation set")
-    parser.add_argument("--tokens", type=int, default=16384, help="of the calibration set, about, taken evenly")
-    parser.add_argument("--repeats", type=int, default=1, help="seconds are the median")
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N or auto")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    return parser
-
-
 def main() -> None:
     """Compare all methods on a recipe's model."""
-    given = options(__doc__).parse_args()
-    result = compare_methods(recipe_job(given.recipe), choose_device(given.device), given.repeats, given.tokens)
+    parser = row_options(__doc__)
+    parser.add_argument("--repeats", type=int, default=1, help="seconds are the median")
+    given = parser.parse_args()
+    result = compare_methods(recipe_job(given.recipe), given)
     print(json.dumps(result, indent=1) if given.json else methods_table(result))
 
 

@@ -12,19 +12,21 @@ them. parts.py has ours without one of its parts each.
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from gguf_types import plain_tensors, written
 from library_route import EXPERTS, awq_modifier, integers, load, oneshot
 from loguru import logger
-from methods import calibration_data, held_out, options, recipe_job, spread
+from measured_rows import Maker, Row, Table, recipe_job, row_options
+from methods import calibration_data, spread
 from parts import DEFAULT, PLAIN, Ours, rows_of
 
 from quantizers.calibration.samples import CalibrationData, token_tensors
@@ -72,45 +74,46 @@ def ours(form: str) -> dict[str, Ours]:
 
 
 @quiet_library()
-def by_the_library(job: Job, form: str, data: CalibrationData, copy: Path, work: Path) -> dict[str, Checkpoint]:
-    """The output of each of the library's rows, in new folders; `copy` is the model in BF16."""
-    outputs, tokens = dict[str, Checkpoint](), token_tensors(data, job.facts.vocab_size)
+def by_the_library(
+    job: Job, data: CalibrationData, copy: Path, modifiers: Callable[[], list[Any]], work: Path
+) -> Checkpoint:
+    """The output of some of the library's modifiers, in a new folder; `copy` is the model in BF16."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the library's use of torch and transformers warns
-        for number, (name, modifiers) in enumerate(library_rows(form, Awq(fold=job.plan.folds)).items()):
-            saved, output = work / f"saved-{number}", work / f"stitched-{number}"
-            model = load(copy, job.facts)
-            oneshot(model, tokens, modifiers())
-            model.save_pretrained(saved, save_compressed=True)
-            stitch_experts(
-                job.opened.folder, saved, output, repair_router=job.plan.folds, facts=job.facts_file, device="cpu"
-            )
-            outputs[name] = open_folder(output)
-    return outputs
+        model = load(copy, job.facts)
+        oneshot(model, token_tensors(data, job.facts.vocab_size), modifiers())
+        model.save_pretrained(work / "saved", save_compressed=True)
+        stitch_experts(
+            job.opened.folder,
+            work / "saved",
+            work / "stitched",
+            repair_router=job.plan.folds,
+            facts=job.facts_file,
+            device="cpu",
+        )
+    return open_folder(work / "stitched")
 
 
-def compare_modifiers(job: Job, form: str, tokens: int, device: torch.device, *, flat: bool) -> list[dict[str, Any]]:
-    """KL, its median and top-1 of every row on the recipe's held-out set; if `flat`, of the model without outliers."""
+def compare_modifiers(job: Job, given: argparse.Namespace, *, flat: bool) -> list[Row]:
+    """Every row on the recipe's held-out set, as far as it is wanted; if `flat`, of the model without outliers."""
+    device = choose_device(given.device)
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        copy = written(plain_tensors(job, flat), job.opened, work / "bf16")
+        copy = written(plain_tensors(job, flat), job.opened, Path(folder) / "bf16")
         job = prepare(str(job.path), source_folder=copy) if flat else job
-        data = spread(calibration_data(job), tokens)
-        outputs = by_the_library(job, form, data, copy, work)
-        for number, (name, row) in enumerate(ours(form).items()):
-            outputs[name] = row.output(job, data, work / str(number), device)
-        results = held_out(job, list(outputs.values()), work / "eval", device)
-    return [
-        {"method": name, "kl": result["kl"]["mean"], "median": result["kl"]["median"], "top1": result["top1"]}
-        for name, result in zip(outputs, results, strict=True)
-    ]
+        data = spread(calibration_data(job), given.tokens)
+        makers: dict[str, Maker] = {
+            name: partial(by_the_library, job, data, copy, modifiers)
+            for name, modifiers in library_rows(given.format, Awq(fold=job.plan.folds)).items()
+        }
+        makers |= {name: partial(row.output, job, data, device=device) for name, row in ours(given.format).items()}
+        return Table(job, given, f"modifiers, {given.format}{', flat' if flat else ''}").measure(makers)
 
 
 def modifiers_table(rows_by_model: dict[str, Sequence[dict[str, Any]]]) -> str:
-    """The rows of each model as text; ratios are relative to the best of the library's."""
-    columns, cells = ["experts"], [[row["method"]] for row in next(iter(rows_by_model.values()))]
+    """The rows of each model as text; ratios are relative to the best of the library's, or of all without any."""
+    columns, cells = ["experts"], [[row["name"]] for row in next(iter(rows_by_model.values()))]
     for model, rows in rows_by_model.items():
-        best = min(row["kl"] for row in rows if row["method"].startswith(NAME))
+        best = min(row["kl"] for row in [row for row in rows if row["name"].startswith(NAME)] or rows)
         columns += [f"KL{model}", "ratio", "median", "top-1"]
         for cell, row in zip(cells, rows, strict=True):
             cell += [f"{row['kl']:.5f}", f"{row['kl'] / best:.2f}", f"{row['median']:.5f}", f"{row['top1']:.1%}"]
@@ -119,17 +122,15 @@ def modifiers_table(rows_by_model: dict[str, Sequence[dict[str, Any]]]) -> str:
 
 def main() -> None:
     """Compare all rows on a recipe's model."""
-    parser = options(__doc__)
+    parser = row_options(__doc__)
     parser.add_argument("--format", choices=["int4", "nvfp4"], default="int4", help="of the experts")
     parser.add_argument("--flat", action="store_true", help="measure the model without its outlier channels too")
     given = parser.parse_args()
-    job, device = recipe_job(given.recipe), choose_device(given.device)
+    job = recipe_job(given.recipe)
     with suppress(ValueError):  # it is there already
         logger.level("METRIC", no=38)  # GPTQ logs at this level, which the library lacks where its log is off
     models = {"": False} | ({", flat": True} if given.flat else {})
-    rows_by_model = {
-        name: compare_modifiers(job, given.format, given.tokens, device, flat=flat) for name, flat in models.items()
-    }
+    rows_by_model = {name: compare_modifiers(job, given, flat=flat) for name, flat in models.items()}
     print(json.dumps(rows_by_model, indent=1) if given.json else modifiers_table(rows_by_model))
 
 

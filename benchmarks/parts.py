@@ -9,12 +9,14 @@ correction of w2, is replaced in the solver while a row is made.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +24,8 @@ from unittest.mock import patch
 import torch
 from bits import draw
 from gguf_types import plain_tensors, written
-from methods import Method, calibration_data, held_out, options, quantized, recipe_job, variant
+from measured_rows import Row, Table, recipe_job, row_options
+from methods import Method, calibration_data, quantized, variant
 
 from quantizers.calibration.samples import CalibrationData
 from quantizers.checkpoint.reader import Checkpoint
@@ -72,48 +75,53 @@ def rows_of(experts: Experts, *, folds: bool = True) -> dict[str, Ours]:
     }
 
 
-def compare_parts(job: Job, draws: int, tokens: int, device: torch.device) -> list[dict[str, Any]]:
-    """A row for each method and draw, with mean and median KL."""
-    whole, rows = calibration_data(job), list[dict[str, Any]]()
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = []
-        for name, row in rows_of(job.recipe.experts, folds=job.plan.folds).items():
-            for seed in range(1, draws + 1):
-                place = Path(folder) / str(len(outputs))
-                outputs.append(row.output(job, draw(whole, tokens, seed), place, device))
-                rows.append({"method": name, "draw": seed})
-        results = held_out(job, outputs, Path(folder) / "eval", device)
-    for entry, result in zip(rows, results, strict=True):
-        entry |= {"mean": result["kl"]["mean"], "median": result["kl"]["median"], "top1": result["top1"]}
-    return rows
+def compare_parts(job: Job, given: argparse.Namespace) -> list[Row]:
+    """A row for each method and draw, as far as they are wanted."""
+    whole, device = calibration_data(job), choose_device(given.device)
+    methods = rows_of(job.recipe.experts, folds=job.plan.folds)
+    rows = {f"{name}, draw {seed}": (name, seed) for seed in range(1, given.draws + 1) for name in methods}
+
+    def make(name: str, seed: int, place: Path) -> Checkpoint:
+        return methods[name].output(job, draw(whole, given.tokens, seed), place, device)
+
+    def which(name: str, _: Path) -> Row:
+        method, seed = rows[name]
+        return {"method": method, "draw": seed}
+
+    label = "parts, flat" if given.flat else "parts"
+    return Table(job, given, label).measure({name: partial(make, *row) for name, row in rows.items()}, which)
 
 
-def parts_table(rows: Sequence[dict[str, Any]]) -> str:
-    """KL, a mean over the draws, and the change to ours of mean and median: their means, and from least to most."""
-    base, cells = [row for row in rows if row["method"] == DEFAULT], []
+def parts_table(rows: Sequence[Row]) -> str:
+    """KL, a mean over the draws, and the change to ours of mean and median: their means, and from least to most.
+
+    Without a row of ours with the same draw there is no change.
+    """
+    cells, base = [], {row["draw"]: row for row in rows if row["method"] == DEFAULT}
     for name in dict.fromkeys(row["method"] for row in rows):
         rows_of_method, cell = [row for row in rows if row["method"] == name], [name]
-        for figure in ("mean", "median"):
-            ratios = [row[figure] / default[figure] - 1 for row, default in zip(rows_of_method, base, strict=True)]
-            spread = f"{statistics.mean(ratios):+.1%} ({min(ratios):+.1%} to {max(ratios):+.1%})"
-            cell += [f"{statistics.mean(row[figure] for row in rows_of_method):.5f}", "" if name == DEFAULT else spread]
+        for figure in ("kl", "median"):
+            paired = [row for row in rows_of_method if row["draw"] in base and name != DEFAULT]
+            ratios = [row[figure] / base[row["draw"]][figure] - 1 for row in paired]
+            spread = f"{statistics.mean(ratios):+.1%} ({min(ratios):+.1%} to {max(ratios):+.1%})" if ratios else ""
+            cell += [f"{statistics.mean(row[figure] for row in rows_of_method):.5f}", spread]
         cells.append(cell)
     return text_table(("experts", "mean KL", "change", "median KL", "change"), cells)
 
 
 def main() -> None:
     """Compare all rows on a recipe's model."""
-    parser = options(__doc__)
+    parser = row_options(__doc__)
     parser.set_defaults(tokens=15000)
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--flat", action="store_true", help="measure the model without its outlier channels")
     given = parser.parse_args()
-    job, device = recipe_job(given.recipe), choose_device(given.device)
+    job = recipe_job(given.recipe)
     with tempfile.TemporaryDirectory() as folder:
         if given.flat:
             flat = written(plain_tensors(job, flat=True), job.opened, Path(folder) / "flat")
             job = prepare(str(job.path), source_folder=flat)
-        rows = compare_parts(job, given.draws, given.tokens, device)
+        rows = compare_parts(job, given)
     print(json.dumps(rows, indent=1) if given.json else parts_table(rows))
 
 
