@@ -8,24 +8,28 @@ so neither counts as an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from quantizers.architectures.architecture import Architecture
+from quantizers.architectures.matrices import split_first
 from quantizers.checkpoint.reader import Checkpoint
+from quantizers.device.devices import is_accelerator
 from quantizers.device.prefetch import to_host
 from quantizers.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from quantizers.formats.dequantization import read_weight
 from quantizers.model.activation_stream import ActivationStream
 from quantizers.model.layer_forward import padded
+from quantizers.model.layer_weights import ExpertWeights
+from quantizers.planning.expert_batches import expert_batches, experts_per_batch
 from quantizers.solve.folded_scales import row_scale, stored_norm_ratio
 
 from .figures import LayerFigures, WeightError
 from .metrics import Text, parts
 
-Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]  # the candidate's matrix and the source's
+Pair = tuple[torch.Tensor, torch.Tensor]  # the candidate's matrix, or matrices of several experts, and the source's
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def weight_errors(
     source: Checkpoint, candidate: Checkpoint, facts: Architecture, layer: int, device: torch.device
 ) -> WeightError:
     """‖candidate − source‖ / ‖source‖ of one layer, over all matrices of the experts and all of attention; holds one
-    expert in memory at a time.
+    batch of experts in memory at a time.
     """
     before, here = facts.norm, facts.of_layer(layer)
 
@@ -111,30 +115,43 @@ def weight_errors(
         offset = before.offset if before else 0
         return stored_norm_ratio(source, candidate, facts.layer(layer, norm), offset).to(device)
 
-    def experts() -> Pairs:
+    def experts() -> Iterator[list[Pair]]:
         smooth = ratio(before.tensor) if before else torch.ones(1, device=device)
-        for expert in range(0 if layer in facts.dense else facts.num_experts):
-            modules = [facts.expert(layer, expert, matrix) for matrix in facts.matrices]
-            *gate, up, down = (read_weight(source, module, device) for module in modules)
-            *g, u, d = (read_weight(candidate, module, device) for module in modules)
-            rows = row_scale(u / smooth, up) if here.inner else torch.ones_like(up[:, 0])
-            yield from ((now / smooth, then) for now, then in zip(g, gate, strict=True))
-            yield from ((u / smooth / rows.unsqueeze(1), up), (d * rows ** max(here.inner, 1), down))
+        both = [ExpertWeights(files, facts, layer, device, torch.float32) for files in (source, candidate)]
+        size = experts_per_batch(is_accelerator(device), facts.expert_inputs, facts.expert_width)
+        for first, last in expert_batches(facts.num_experts, size):
+            then, now = (weights.batch(range(first, last)) for weights in both)
+            *gate, up = split_first(then[0], len(facts.matrices))
+            *g, u = split_first(now[0], len(facts.matrices))
+            rows = row_scale(u / smooth, up) if here.inner else torch.ones_like(up[..., 0])
+            unscaled = u / smooth / rows.unsqueeze(-1), now[1] * rows.unsqueeze(-2) ** max(here.inner, 1)
+            yield list(zip((*(matrix / smooth for matrix in g), *unscaled), (*gate, up, then[1]), strict=True))
+        for weights in both:
+            weights.require_finite()
 
-    def attention() -> Pairs:
+    def attention() -> Iterator[list[Pair]]:
         ratios = {norm: ratio(norm) for norm in facts.smoothing if norm in here.tensors}
         for name in here.linears:
             original, weight = (read_weight(files, facts.layer(layer, name), device) for files in (source, candidate))
             scale = ratios.get(facts.scaled_with(name) or "")
-            yield weight if scale is None else weight / scale, original
+            yield [(weight if scale is None else weight / scale, original)]
 
-    return WeightError(experts=_relative(experts()), attention=_relative(attention()))
+    routed = 0.0 if layer in facts.dense else _relative(experts())
+    return WeightError(experts=routed, attention=_relative(attention()))
 
 
-def _relative(pairs: Pairs) -> float:
+def _relative(batches: Iterable[Sequence[Pair]]) -> float:
     """‖candidate − source‖ / ‖source‖ over many matrices of both; 0 without any."""
-    error = size = 0.0  # sums of squares
-    for candidate, source in pairs:
-        error += float((candidate - source).double().square().sum())
-        size += float(source.double().square().sum())
+    error = size = 0.0  # sums of squares, in the order of experts
+    for pairs in batches:
+        squares = [(_squares(candidate - source), _squares(source)) for candidate, source in pairs]
+        errors, sizes = (torch.stack(of_matrices, -1).flatten().tolist() for of_matrices in zip(*squares, strict=True))
+        for of_error, of_size in zip(errors, sizes, strict=True):  # as in `compare`
+            error += of_error
+            size += of_size
     return math.sqrt(error / size) if size else 0.0
+
+
+def _squares(matrix: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of each matrix (…, R, C), in float64."""
+    return matrix.double().square().sum((-2, -1))

@@ -18,7 +18,7 @@ from .awq_gptq import AwqGptq
 from .e8m0 import refuse_nan
 from .foreign import foreign_format
 from .format import PACKED, SCALES, ForeignFormat, Format, RowFormat, StoredMatrix, expert_formats
-from .fp8 import Fp8Blocks, Fp8Rows
+from .fp8 import Fp8Blocks, Fp8Rows, e4m3_numbers
 from .modelopt import ModeloptNvfp4
 from .mxfp4 import Mxfp4
 from .mxfp8 import Mxfp8
@@ -101,5 +101,7 @@ def is_finite(tensor: torch.Tensor) -> torch.Tensor:
 
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool, device=tensor.device)
-    floating = tensor.float() if tensor.element_size() == 1 else tensor
+    floating = tensor
+    if tensor.element_size() == 1:
+        floating = e4m3_numbers(tensor) if tensor.dtype == torch.float8_e4m3fn else tensor.float()
     return torch.stack(torch.aminmax(floating)).isfinite().all()  # a NaN is both; without arrays of its size

@@ -322,7 +322,10 @@ class StoredMatrix:
 
 def first_part(checkpoint: Checkpoint, module: str, names: Sequence[str]) -> TensorInfo | None:
     """The header entry of the first of a module's tensors with one of these last names; None if there is none."""
-    return next(filter(None, (checkpoint.tensors.get(f"{module}.{name}") for name in names)), None)
+    for name in names:
+        if (info := checkpoint.tensors.get(f"{module}.{name}")) is not None:
+            return info
+    return None
 
 
 def weight_schemes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -79,8 +79,11 @@ class ModeloptNvfp4(RowFormat):
     @classmethod
     def stored(cls, checkpoint: Checkpoint, module: str) -> StoredMatrix | None:
         """A matrix of bytes with E4M3 scales, or with a scale of the matrix."""
-        codes, scale, whole = (checkpoint.tensors.get(f"{module}.{name}") for name in NAMES)
-        if codes is None or codes.dtype != BYTES or (whole is None and (scale is None or scale.dtype != FP8)):
+        codes = checkpoint.tensors.get(f"{module}.{NAMES[0]}")
+        if codes is None or codes.dtype != BYTES:
+            return None
+        scale, whole = (checkpoint.tensors.get(f"{module}.{name}") for name in NAMES[1:])
+        if whole is None and (scale is None or scale.dtype != FP8):
             return None
         scale, whole = (checkpoint.require(f"{module}.{name}", "part of an NVFP4 weight") for name in NAMES[1:])
         rows, columns = (codes.shape[0], 2 * codes.shape[1]) if len(codes.shape) == 2 else (0, 0)

@@ -27,6 +27,7 @@ from quantizers.checkpoint.safetensors_header import FP8, Spec
 
 from .e8m0 import BYTES, DTYPES, GROUP, numbers
 from .format import SCALE, SCALES, Parts, QuantizedFormat, StoredMatrix, arguments, first_part
+from .fp8 import e4m3_numbers
 from .packed_integers import dequantize
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Mxfp8(QuantizedFormat):
 
     def unpack(self, parts: Sequence[torch.Tensor], columns: int) -> torch.Tensor:
         """The numbers (r, C) float32 of some rows."""
-        return dequantize(parts[0].float(), numbers(parts[1]))
+        return dequantize(e4m3_numbers(parts[0]), numbers(parts[1]))
 
     def config_group(self) -> dict[str, Any]:
         """Weights in groups, activations alike."""

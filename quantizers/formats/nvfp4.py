@@ -148,8 +148,11 @@ class Nvfp4(ExpertFormat):
     @classmethod
     def stored(cls, checkpoint: Checkpoint, module: str) -> StoredMatrix | None:
         """A matrix of E2M1 codes with E4M3 scales."""
-        codes, scale = (checkpoint.tensors.get(f"{module}.{name}") for name in (PACKED, SCALE))
-        if codes is None or codes.dtype != "U8" or (scale is not None and scale.dtype in DTYPES):
+        codes = checkpoint.tensors.get(f"{module}.{PACKED}")
+        if codes is None or codes.dtype != "U8":
+            return None
+        scale = checkpoint.tensors.get(f"{module}.{SCALE}")
+        if scale is not None and scale.dtype in DTYPES:
             return None
         names = (PACKED, SCALE, GLOBAL_SCALE)
         packed, scale, whole = (checkpoint.require(f"{module}.{name}", "part of an FP4 weight") for name in names)

@@ -229,8 +229,21 @@ def pack(integers: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack integers (…, R, C) int8 of 2 to 8 bits into int32 (…, R, C * bits / 32); C * bits is a multiple of 32."""
     import torch
 
-    half, few = 1 << (bits - 1), 8 // math.gcd(bits, 8)
-    raw = (integers.contiguous().view(torch.uint8) + half) & (2 * half - 1)  # modulo 256, as int8 is
+    half = 1 << (bits - 1)
+    raw = (integers.contiguous().view(torch.uint8) + half).bitwise_and_(2 * half - 1)  # modulo 256, as int8 is
+    if 8 % bits:
+        return _pack_across_bytes(raw, bits)
+    while bits < 8:  # two bytes become one of twice the bits, the first in the lower half
+        pairs = raw.view(torch.int16)
+        raw, bits = (pairs >> (8 - bits)).bitwise_or_(pairs).to(torch.uint8), 2 * bits
+    return raw.view(torch.int32)
+
+
+def _pack_across_bytes(raw: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack bytes (…, R, C) of so many bits, some of which lie in two bytes then."""
+    import torch
+
+    few = 8 // math.gcd(bits, 8)
     raw = raw.view(*raw.shape[:-1], raw.shape[-1] // few, few)
     packed = raw.new_zeros(*raw.shape[:-1], few * bits // 8)
     for i, byte, shift in _places(bits):
@@ -243,14 +256,26 @@ def unpack(packed: torch.Tensor, bits: int, shape: tuple[int, ...]) -> torch.Ten
     """Unpack int32 (…, R, C * bits / 32) to integers int8 of the given shape (…, R, C)."""
     import torch
 
-    half, few = 1 << (bits - 1), 8 // math.gcd(bits, 8)
+    half, width = 1 << (bits - 1), 8
     raw = packed.contiguous().view(torch.uint8)
+    if 8 % bits:
+        return _unpack_across_bytes(raw, bits, shape).sub_(half).view(torch.int8).view(shape)
+    while width > bits:  # the reverse of `pack`
+        width //= 2
+        pairs = raw.to(torch.int16)
+        raw = pairs.bitwise_or_(pairs << (8 - width)).bitwise_and_(0x101 * ((1 << width) - 1)).view(torch.uint8)
+    return raw.sub(half).view(torch.int8).view(shape)
+
+
+def _unpack_across_bytes(raw: torch.Tensor, bits: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Unpack bytes to bytes with so many bits each, some of which lie in two."""
+    few = 8 // math.gcd(bits, 8)
     raw = raw.view(*raw.shape[:-1], shape[-1] // few, few * bits // 8)
     integers = raw.new_zeros(*raw.shape[:-1], few)
     for i, byte, shift in _places(bits):
         integer = integers[..., i]
         integer |= raw[..., byte] >> shift if shift >= 0 else raw[..., byte] << -shift
-    return integers.bitwise_and_(2 * half - 1).sub_(half).view(torch.int8).view(shape)
+    return integers.bitwise_and_((1 << bits) - 1)
 
 
 def _places(bits: int) -> Iterator[tuple[int, int, int]]:

@@ -6,10 +6,10 @@ again, one by one, to name it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import groupby, product
 
 import torch
 
@@ -23,7 +23,9 @@ from quantizers.system.errors import CheckpointError
 
 # Legend: E experts, c experts of a batch, R rows, C columns, H hidden size, I width of an expert
 
-BAND = 2**21  # bytes in float32 of the rows that a CPU dequantizes at a time: in its cache, and in the heap
+# Bytes in float32 of the rows that a CPU dequantizes at a time: in its cache, and in the heap. If matrices are smaller,
+# those of several experts together, on a GPU too: a call of torch would cost more than its work.
+BAND = 2**21
 
 
 # Whether a tensor is finite, a bool on its device; and a function that reads it again and names it where it is not.
@@ -83,9 +85,45 @@ class ExpertWeights:
         gate_up, down = (torch.empty(shape, device=self.device, dtype=self.dtype) for shape in shapes)
         first_slots = (gate_up[:, ::2], gate_up[:, 1::2]) if interleaved else split_first(gate_up, len(matrices))
         for matrix, slot in zip(matrices, (*first_slots, down), strict=True):
-            for expert, weight in zip(experts, slot, strict=True):
-                self._fill(matrix, self.facts.expert(self.layer, expert, matrix), weight)
+            done = 0
+            for modules in self._together([self.facts.expert(self.layer, expert, matrix) for expert in experts]):
+                if len(modules) > 1:
+                    self._fill_several(modules, slot[done : done + len(modules)])
+                else:
+                    self._fill(matrix, modules[0], slot[done])
+                done += len(modules)
         return gate_up, down
+
+    def _together(self, modules: Sequence[str]) -> Iterator[list[str]]:
+        """Divide modules into runs of those that are stored alike and are dequantized in one call."""
+        for stored, alike in groupby(modules, self._stored.__getitem__):
+            size, run = 1, list(alike)
+            # Rows of one matrix under those of another are dequantized alike if each has whole blocks, and no part that
+            # belongs to all its rows.
+            if (
+                isinstance(stored, StoredMatrix)
+                and len(stored.parts) < 3
+                and not stored.shape[0] % stored.form.edges[0]
+            ):
+                size = max(BAND // (4 * stored.shape[0] * stored.shape[1]), 1)
+            yield from (run[first : first + size] for first in range(0, len(run), size))
+
+    def _fill_several(self, modules: Sequence[str], slots: torch.Tensor) -> None:
+        """Dequantize several small matrices (R, C) that are stored alike, as one (c R, C)."""
+        stored = self._stored[modules[0]]
+        assert isinstance(stored, StoredMatrix)
+        parts = [
+            torch.cat([self.stored.tensor(f"{module}.{part}") for module in modules]).to(self.device)
+            for part in stored.parts
+        ]
+        numbers = stored.numbers(parts)
+        slots.copy_(numbers.unflatten(0, (len(modules), -1)))
+
+        def again() -> None:
+            for module in modules:
+                read_weight(self.stored, module, self.device)
+
+        self.checks.append((is_finite(numbers), again))
 
     def _fill(self, matrix: Matrix, module: str, slot: torch.Tensor) -> None:
         """Dequantize one matrix; on a CPU a band of rows at a time, since all of it would be fresh memory."""

@@ -10,9 +10,10 @@ import hashlib
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -164,7 +165,7 @@ def write_shard(
 ) -> ShardDigest:
     """Write a safetensors file, and read it back before it gets its final name; returns its digests.
 
-    The file is compared with the digests of what was to be written, and its passthrough tensors, which are the source's
+    The file is compared with the memory that was to be written, and its passthrough tensors, which are the source's
     own memory, with the hashes that the source had when it was read.
 
     Args:
@@ -176,8 +177,6 @@ def write_shard(
         QuantizeError: a tensor is not finite, the disk is full or cannot be written, or the file holds other bytes.
     """
     check_finite(tensors, path.name, carried)
-    ordered = sorted(tensors)
-    expected = dict(zip(ordered, thread_map(_short, (as_bytes(tensors[name]) for name in ordered)), strict=True))
     temporary = path.with_name(path.name + ".tmp")
     with disk_errors(path):
         temporary.touch()
@@ -186,7 +185,7 @@ def write_shard(
         temporary.chmod(mode)
         with temporary.open("rb+") as stream:
             os.fsync(stream.fileno())
-        return _named(temporary, path, kept, expected)
+        return _named(temporary, path, kept, tensors)
 
 
 def copy_shard(plan: Plan, part: int, source: Checkpoint, path: Path) -> ShardDigest:
@@ -220,22 +219,25 @@ def copy_shard(plan: Plan, part: int, source: Checkpoint, path: Path) -> ShardDi
 
 
 def _named(
-    temporary: Path, path: Path, kept: Mapping[str, str], expected: Mapping[str, str] | None = None
+    temporary: Path,
+    path: Path,
+    kept: Mapping[str, str],
+    written: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> ShardDigest:
     """Give a written file its final name, once it has been read back; returns its digests.
 
     Args:
         kept: SHA-256, hexadecimal, of the source's bytes for each tensor that keeps them.
-        expected: the short digests of all tensors, if they are known.
+        written: all tensors, if they are in memory.
     """
     try:
-        digest, hashes = read_back(temporary, kept)
+        digest, hashes, changed = read_back(temporary, kept, written)
     except CheckpointError as failure:
         raise QuantizeError("", f"{failure}, though it was just written", "check the disk") from None
-    written = zip(sorted(expected.items()), split(digest.tensors), strict=True) if expected is not None else ()
-    differing = [
-        f"{name} has other bytes in the file than it was written with" for (name, old), new in written if old != new
-    ] + [f"{name} has other bytes than the source's" for name, wanted in kept.items() if hashes[name] != wanted]
+    differing = [f"{name} has other bytes in the file than it was written with" for name in changed]
+    differing += [
+        f"{name} has other bytes than the source's" for name, wanted in kept.items() if hashes[name] != wanted
+    ]
     if differing:
         temporary.unlink()
         raise QuantizeError(
@@ -257,52 +259,85 @@ def kept_hashes(plan: Plan, layer: int | None, source: Checkpoint) -> dict[str, 
 # Digests -----------------------------------------------------------------------------------------------------------
 
 
-def _short(raw: bytes | memoryview) -> str:
+def _short(raw: bytearray) -> str:
     return hashlib.blake2b(raw, digest_size=TENSOR_BYTES).hexdigest()
 
 
-def read_back(file: Path, wanted: Collection[str] = ()) -> tuple[ShardDigest, dict[str, str]]:
-    """The digests of a shard that is read once, and the SHA-256, hexadecimal, of the wanted tensors.
+def read_back(
+    file: Path, wanted: Collection[str] = (), written: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> tuple[ShardDigest, dict[str, str], list[str]]:
+    """Read a shard once.
 
-    Raises a CheckpointError if it is not a whole safetensors file, an OSError if it cannot be read.
+    Args:
+        wanted: names of tensors whose SHA-256 is asked for.
+        written: tensors to compare with the file's, on the CPU, contiguous.
+
+    Returns:
+        Its digests, the SHA-256, hexadecimal, of the wanted tensors, and the names of those whose bytes are not what is
+        in memory.
+
+    Raises:
+        CheckpointError: it is not a whole safetensors file.
+        OSError: it cannot be read.
     """
     header, whole = read_header(file), hashlib.sha256()
     size = min((info.start for info in header.values()), default=file.stat().st_size)
 
-    def tensors(stream: IO[bytes]) -> Iterator[tuple[str, bytes] | tuple[str, str]]:
+    def tensors(stream: BufferedReader) -> Iterator[tuple[str, bytearray] | tuple[str, _Read]]:
         whole.update(stream.read(size))
         for name, info in header.items():  # in the order of their bytes, without gaps
             if info.size > PIECE:  # in pieces: it may be a table that no memory holds
-                yield _hashed_in_pieces(stream, info.size, whole)
+                yield name, _in_pieces(stream, info.size, whole, _memory(name))
                 continue
-            raw = stream.read(info.size)
+            raw = _next(stream, info.size)
             whole.update(raw)
             yield name, raw
 
-    def hashed(tensor: tuple[str, bytes] | tuple[str, str]) -> tuple[str, str]:
-        name, raw = tensor
-        if isinstance(raw, str):
-            return name, raw
-        return _short(raw), hashlib.sha256(raw).hexdigest() if name in wanted else ""
+    def _memory(name: str) -> memoryview | None:
+        return as_bytes(written[name]) if name in written else None
 
-    with file.open("rb") as stream, closing(thread_map(hashed, tensors(stream))) as digests:
-        hashes = dict(zip(header, digests, strict=True))
+    def read(tensor: tuple[str, bytearray] | tuple[str, _Read]) -> _Read:
+        name, raw = tensor
+        if isinstance(raw, _Read):
+            return raw
+        memory = _memory(name)
+        same = memory is None or raw == memory  # as fast as memory is read: neither is hashed for it
+        return _Read(_short(raw), hashlib.sha256(raw).hexdigest() if name in wanted else "", same)
+
+    with file.open("rb") as stream, closing(thread_map(read, tensors(stream))) as by_tensor:
+        tensors_read = dict(zip(header, by_tensor, strict=True))
     digest = ShardDigest(
         bytes=size + sum(info.size for info in header.values()),
         sha256=whole.hexdigest(),
-        tensors="".join(hashes[name][0] for name in sorted(hashes)),
+        tensors="".join(tensors_read[name].short for name in sorted(tensors_read)),
     )
-    return digest, {name: full for name, (_, full) in hashes.items() if full}
+    hashes = {name: tensor.full for name, tensor in tensors_read.items() if name in wanted}
+    return digest, hashes, sorted(name for name, tensor in tensors_read.items() if not tensor.same)
 
 
-def _hashed_in_pieces(stream: IO[bytes], size: int, whole: hashlib._Hash) -> tuple[str, str]:
-    """The short digest and the SHA-256 of the next bytes of a file, which `whole` gets as well."""
-    short, full = hashlib.blake2b(digest_size=TENSOR_BYTES), hashlib.sha256()
-    for left in range(size, 0, -PIECE):
-        piece = stream.read(min(left, PIECE))
+def _next(stream: BufferedReader, size: int) -> bytearray:
+    raw = bytearray(size)
+    stream.readinto(raw)
+    return raw
+
+
+class _Read(NamedTuple):
+    """One tensor of a file: its digests in hexadecimal, and whether its bytes are those in memory."""
+
+    short: str
+    full: str
+    same: bool
+
+
+def _in_pieces(stream: BufferedReader, size: int, whole: hashlib._Hash, memory: memoryview | None) -> _Read:
+    """The next bytes of a file, which `whole` gets as well, compared with those in memory."""
+    short, full, same = hashlib.blake2b(digest_size=TENSOR_BYTES), hashlib.sha256(), True
+    for at in range(0, size, PIECE):
+        piece = _next(stream, min(size - at, PIECE))
         for digest in (short, full, whole):
             digest.update(piece)
-    return short.hexdigest(), full.hexdigest()
+        same = same and (memory is None or piece == memory[at : at + len(piece)])
+    return _Read(short.hexdigest(), full.hexdigest(), same)
 
 
 def recorded_digests(report: dict[str, Any]) -> dict[str, ShardDigest]:
