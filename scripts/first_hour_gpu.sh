@@ -20,7 +20,7 @@ TESTS=${TESTS:-tests}                               # where tests marked on_devi
 if [ "$DEVICE" = cpu ]; then
     LAYER=${LAYER:-"tiny-minimax-m2-fp8-int4 --tokens 256"}
     PROFILED=${PROFILED:-"tiny-minimax-m2-fp8-int4 --tokens 64"}
-    FULL=${FULL:-"minimax-m2.1-fp8-int4 --layers 2 --width-divisor 12 --experts 16 --tokens 256"}
+    FULL=${FULL:-"minimax-m2.1-fp8-int4 --layers 2 --width-divisor 12 --experts 16 --tokens 256 --texts 1"}
 else
     LAYER=${LAYER:-"minimax-m2.1-fp8-int4-131k --tokens 131072"}    # recipe and options of benchmarks/layer.py
     PROFILED=${PROFILED:-"minimax-m2.1-fp8-int4-131k --experts 16 --tokens 8192"}
