@@ -30,7 +30,7 @@ from made_checkpoint import made_checkpoint
 
 from quantizers.architectures.architecture import Architecture
 from quantizers.planning.job import Job, prepare
-from quantizers.system.formatting import size, text_table
+from quantizers.system.formatting import parse_bytes, size, text_table
 from quantizers.system.shipped import shipped
 
 OWNER = "full-size"
@@ -54,6 +54,7 @@ class Run:
     Attributes:
         words: arguments of `quantize run` and `quantize plan`: the recipe, and what is set.
         further: arguments of `quantize run` alone.
+        window: bytes of the source that lie on the disk; 0 for the smallest that `plan` names.
         until: by time.monotonic(), when the time of this call is over.
     """
 
@@ -61,7 +62,8 @@ class Run:
     folder: Path
     words: Sequence[object]
     further: Sequence[str]
-    until: float = float("inf")
+    window: int
+    until: float
 
     @property
     def output(self) -> Path:
@@ -80,10 +82,14 @@ class Run:
 
     def plan(self) -> dict[str, Any]:
         """The answer of `quantize plan --hub`: what the program promises."""
-        file = self.folder / "plan.json"
+        file, unfinished = self.folder / "plan.json", self.folder / "plan.json.part"
         if not file.exists():
-            self.call("plan", *self.words, "--hub", "--json", log=file)
+            unfinished.unlink(missing_ok=True)
+            if code := self.call("plan", *self.words, "--hub", "--json", log=unfinished):
+                sys.exit(self._failed("plan", code))
+            unfinished.replace(file)
         promised: dict[str, Any] = json.loads(file.read_text())
+        promised["source_ways"][-1]["source"] = self.window or promised["source_ways"][-1]["source"]
         return promised
 
     def go_on(self, signals: Sequence[str]) -> int:
@@ -311,6 +317,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="calibration tokens")
     parser.add_argument("--texts", type=int, default=4, help="held-out texts, of 256 tokens at most")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto")
+    parser.add_argument(
+        "--window", help="of the source on the disk, such as 12GB; the smallest that plan names by default"
+    )
     parser.add_argument("--signals", default="", help="INT@2,KILL@5: signals, each once so many layers are done")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of this call; SIGINT ends it")
     parser.add_argument("--reference", type=int, default=0, help="so many layers also without interruption, compared")
@@ -326,10 +335,11 @@ def main() -> None:
     sizes = {word: job.facts.sizes[word].value // given.width_divisor for word in ("hidden", "width")}
     sizes |= {word: getattr(given, word) for word in ("layers", "experts") if getattr(given, word)}
     words = settings(job, folder, given)
+    window = parse_bytes(given.window, "--window") if given.window else 0
     further = ["--device", given.device, *sys.argv[cut + 1 :]]
     checkpoint = made_checkpoint(job.config, **sizes)
     with Hub(folder, job.location, checkpoint) as hub:
-        run = Run(hub, folder, words, further, until)
+        run = Run(hub, folder, words, further, window, until)
         code = run.go_on([word for word in given.signals.split(",") if word])
         if not code and given.verify:
             code = run.verify()
@@ -339,7 +349,7 @@ def main() -> None:
         shallow = folder / "reference"
         shallow.mkdir(exist_ok=True)
         with Hub(shallow, job.location, made_checkpoint(job.config, **sizes | {"layers": given.reference})) as hub:
-            reference = Run(hub, shallow, words, further, until)
+            reference = Run(hub, shallow, words, further, window, until)
             code = reference.go_on([])
             if not code:
                 same = digests[: given.reference] == hub.digests(reference.repo)[: given.reference]

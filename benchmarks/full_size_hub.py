@@ -23,6 +23,7 @@ import numpy as np
 from hub_stand_in import ROUTES, HubStandIn
 from made_checkpoint import MadeCheckpoint
 
+from quantizers.system.errors import InputError
 from quantizers.system.files import write_json
 from quantizers.system.formatting import size
 from quantizers.system.shipped import shipped_model
@@ -95,6 +96,9 @@ class Hub:
     def __init__(self, folder: Path, source: str, checkpoint: MadeCheckpoint) -> None:
         self._folder, self._file, self._source = folder, folder / "hub.json", source
         state = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self._config = checkpoint.config
+        if state.get("config", self._config) != self._config:
+            raise InputError(folder, "holds a run of another model, or of other sizes", "give another --folder")
         self.figures: dict[str, Any] = state.get("figures", {})
         self._shards = checkpoint.shards
         self._hash(state.get("hashes", {}))
@@ -170,6 +174,7 @@ class Hub:
         hub = self.stand_in
         with hub.counting:
             state = {
+                "config": self._config,
                 "port": hub.port,
                 "hashes": {name: shard.sha256 for name, shard in self._shards.items()},
                 "objects": {oid: upload.pieces for oid, upload in hub.objects.items()},

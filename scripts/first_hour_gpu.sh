@@ -24,8 +24,8 @@ if [ "$DEVICE" = cpu ]; then
 else
     LAYER=${LAYER:-"minimax-m2.1-fp8-int4-131k --tokens 131072"}    # recipe and options of benchmarks/layer.py
     PROFILED=${PROFILED:-"minimax-m2.1-fp8-int4-131k --experts 16 --tokens 8192"}
-    # Recipe and options of benchmarks/full_size.py; its Hub keeps some 2.1 GB a layer, beside 25 GB.
-    FULL=${FULL:-"minimax-m2.1-fp8-int4 --layers ${FULL_LAYERS:-12} --tokens 16384 --texts 16"}
+    # Recipe and options of benchmarks/full_size.py; its Hub keeps some 2.1 GB a layer, beside 30 GB.
+    FULL=${FULL:-"minimax-m2.1-fp8-int4 --layers ${FULL_LAYERS:-12} --tokens 16384 --texts 16 --window 12GB"}
 fi
 MEMORY=${MEMORY:-4GiB}                              # for the recipe's runs: all is held, but in one, which gets LESS
 FULL_SECONDS=${FULL_SECONDS:-inf}                   # after which the step `full` stops; give it again, and it goes on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from quantizers.calibration.load_set import load_set
 from quantizers.checkpoint.reader import open_folder
 from quantizers.checkpoint.safetensors_header import Spec
 from quantizers.planning.assign_actions import expected_tensors
+from quantizers.system.errors import InputError
 from quantizers.system.shipped import shipped_model
 
 SMALL = {"layers": 3, "hidden": 256, "width": 128, "experts": 16, "vocabulary": 512}
@@ -114,6 +116,9 @@ def test_a_hub_goes_on_where_it_was_stopped(made: MadeCheckpoint, tmp_path: Path
             assert isinstance(files["x.safetensors"], Upload)
             assert (hub.private, second.figures["peak disk"]) == ({REPO: True}, 7)
             assert second.digests(REPO) == [upload.sha256]
+    other = replace(made, config=made.config | {"hidden_size": 128})
+    with pytest.raises(InputError, match="holds a run of another model, or of other sizes; give another --folder"):
+        Hub(tmp_path, SOURCE, other)
 
 
 def test_a_held_out_set_of_a_few_texts(tmp_path: Path) -> None:
