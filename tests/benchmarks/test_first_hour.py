@@ -22,7 +22,8 @@ from quantizers.system.errors import InputError
 from quantizers.system.formatting import parse_bytes
 
 SCRIPT, FIGURES = REPOSITORY / "scripts" / "first_hour_gpu.sh", REPOSITORY / "scripts" / "first_hour_figures.py"
-STEPS = ["machine", "resume", "full"]
+STEPS = ["machine", "resume"]
+FULL = ["machine", "full"]
 OTHERS = ["machine", "cpu", "layer"]  # those that are left run what has tests of its own
 
 
@@ -38,7 +39,12 @@ def first_hour(output: Path, **variables: str) -> tuple[int, dict[str, tuple[str
 
 
 @pytest.mark.parametrize(
-    "steps", [pytest.param(STEPS, marks=pytest.mark.slow), pytest.param(OTHERS, marks=pytest.mark.every)]
+    "steps",
+    [
+        pytest.param(STEPS, marks=pytest.mark.slow),
+        pytest.param(FULL, marks=pytest.mark.every),
+        pytest.param(OTHERS, marks=pytest.mark.every),
+    ],
 )
 def test_the_first_hour_on_a_cpu(steps: list[str], tmp_path: Path) -> None:
     """At the smallest sizes."""
@@ -54,6 +60,7 @@ def test_the_first_hour_on_a_cpu(steps: list[str], tmp_path: Path) -> None:
     if "resume" in steps:
         assert re.fullmatch(r"the same bytes in \d\d files", table["resume"][1])
         assert "resuming after layer 1 of 3" in logs["resume"]
+    elif "full" in steps:
         figure = (
             r"2 of 2 layers, .* s each; peak memory .* GB of the host, .* GB of the device; SIGKILL after layer 1; (.*)"
         )
