@@ -324,8 +324,8 @@ def compare_table(result: dict[str, Any]) -> str:
         text_table(header, rows),
         "",
         f"layer: {sizes['experts']} experts of {sizes['hidden']} x {sizes['width']}, {layer['tokens']:,} tokens",
-        f"route: {route['tokens']:,} tokens; FP8 files in, a mixed checkpoint out; KL is {route['kl_ratio']:.2f} times "
-        "the library's",
+        f"route: {route['tokens']:,} tokens; the source's files in, a checkpoint out; KL is "
+        f"{route['kl_ratio']:.2f} times the library's",
     ]
     for who in ("ours", "library"):
         steps = ", ".join(f"{step} {seconds:.1f}" for step, seconds in route[who]["steps"].items())

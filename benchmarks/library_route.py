@@ -8,6 +8,7 @@ float32, because matmuls on a CPU are faster in float32 than in bfloat16.
 
 from __future__ import annotations
 
+import shutil
 import time
 import warnings
 from collections.abc import Sequence
@@ -90,7 +91,7 @@ def library_route(
 
 
 def convert(source: Checkpoint, folder: Path) -> None:
-    """The copy in BF16."""
+    """The copy in BF16; of a source that is not FP8, as it is."""
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_checkpoint
 
     class Dequantizer(FP8BlockDequantizer):
@@ -108,6 +109,9 @@ def convert(source: Checkpoint, folder: Path) -> None:
     modules = sorted(
         {name.removesuffix(".weight_scale_inv") for name in source.tensors if name.endswith(".weight_scale_inv")}
     )
+    if not modules:
+        shutil.copytree(source.folder, folder)
+        return
     converter = Dequantizer(targets=modules, weight_block_size=block_size(source), dtype=torch.bfloat16)
     convert_checkpoint(source.folder, folder, converter)
 

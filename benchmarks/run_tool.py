@@ -42,8 +42,11 @@ def by_gptqmodel(model: str, job: dict[str, Any], output: str) -> None:
     from gptqmodel import GPTQModel, QuantizeConfig
 
     rows = [{"input_ids": sequence, "attention_mask": [1] * len(sequence)} for sequence in job["sequences"]]
-    without_attention = {"-:.*self_attn.*": {}}
-    loaded = GPTQModel.load(model, QuantizeConfig(**GROUP, dynamic=without_attention, device="cpu"))
+    # "original" packs without an extension that it would compile first.
+    config = QuantizeConfig(
+        **GROUP, dynamic={"-:.*self_attn.*": {}}, device="cpu", offload_to_disk=False, pack_impl="original"
+    )
+    loaded = GPTQModel.load(model, config)
     loaded.quantize(rows, batch_size=1)
     loaded.save(output)
 
