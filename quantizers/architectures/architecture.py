@@ -7,7 +7,7 @@ data, everything about servers from the family's data alone (families.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Protocol, Self
 
@@ -371,6 +371,12 @@ class Architecture(Known):
     def expert_parameters(self) -> dict[str, tuple[Matrix, ...]]:
         """transformers' parameters of all experts of a layer, and which matrices they hold."""
         return FUSED if "gate" in self.expert_linears else WITHOUT_GATE
+
+    @cached_property
+    def fused_ends(self) -> dict[str, Sequence[Matrix]]:
+        """The ends of the names of tensors of all experts of a layer, and which matrices they hold."""
+        ends: dict[str, Sequence[Matrix]] = {f".experts.{last}": held for last, held in self.expert_parameters.items()}
+        return ends | {f".{end}": held for end, held in self.fused.items()}
 
     @property
     def vocab_size(self) -> int:

@@ -43,8 +43,9 @@ class Declared:
 
         if any(match_name(module, target) for target in self.ignore):
             return None
-        if any(_is_of(module, pattern) for pattern in self.unconverted):
-            return None
+        for pattern in self.unconverted:
+            if _is_of(module, pattern):
+                return None
         for targets, form in self.groups:
             if any(target == EVERY_LINEAR or match_name(module, target) for target in targets):
                 return form

@@ -39,13 +39,12 @@ def quantized_matrices(tensors: Mapping[str, Stored], config: dict[str, Any], wh
     """
     infos: dict[str, TensorInfo] = {}
     modules: dict[str, set[str]] = {}
+    planned = Path(where)
     for name, info in tensors.items():
-        infos[name] = (
-            info if isinstance(info, TensorInfo) else TensorInfo(name, info.dtype, info.shape, Path(where), 0, 0)
-        )
+        infos[name] = info if isinstance(info, TensorInfo) else TensorInfo(name, info.dtype, info.shape, planned, 0, 0)
         module, _, last = name.rpartition(".")
         modules.setdefault(module, set()).add(last)
-    headers = Checkpoint(Path(where), where, config, infos)
+    headers = Checkpoint(planned, where, config, infos)
     forms = [form for form in row_formats() if not issubclass(form, Plain | Fp8 | Integers)]
     matrices: dict[str, StoredMatrix] = {}
     for module, names in modules.items():

@@ -54,8 +54,10 @@ def split_fused_experts(checkpoint: Checkpoint, facts: Architecture) -> Checkpoi
 
 def fused_matrices(name: str, facts: Architecture) -> Sequence[Matrix]:
     """Which matrices of all experts of a layer a tensor of this name holds, one above the other; none for another."""
-    ends = {f"experts.{last}": matrices for last, matrices in facts.expert_parameters.items()} | facts.fused
-    return next((matrices for end, matrices in ends.items() if name.endswith(f".{end}")), ())
+    for end, matrices in facts.fused_ends.items():
+        if name.endswith(end):
+            return matrices
+    return ()
 
 
 def split_fused(tensors: Mapping[str, Entry], facts: Architecture, where: str) -> dict[str, Entry]:

@@ -96,7 +96,13 @@ class ExpertWeights:
 
     def _together(self, modules: Sequence[str]) -> Iterator[list[str]]:
         """Divide modules into runs of those that are stored alike and are dequantized in one call."""
-        for stored, alike in groupby(modules, self._stored.__getitem__):
+
+        def kind(module: str) -> tuple[StoredMatrix | ForeignFormat, tuple[str, ...]]:
+            stored = self._stored[module]
+            parts = stored.parts if isinstance(stored, StoredMatrix) else ()
+            return stored, tuple(self.stored.tensors[f"{module}.{part}"].dtype for part in parts)
+
+        for (stored, _), alike in groupby(modules, kind):
             size, run = 1, list(alike)
             # Rows of one matrix under those of another are dequantized alike if each has whole blocks, and no part that
             # belongs to all its rows.

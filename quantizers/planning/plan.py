@@ -202,25 +202,37 @@ class Plan:
         attention = None if layer is None else self.cached.get(layer)
         return tuple(f"{attention}.{name}" for name in KV_SCALES) if attention else ()
 
-    def shard(self, layer: int | None) -> dict[str, Spec]:
+    def shard(self, layer: int | None) -> Mapping[str, Spec]:
         """The tensors of one output shard."""
-        made = {name: spec for action in self.of_layer(layer) for name, spec in action.outputs.items()}
-        return made | dict.fromkeys(self.kv_scales(layer), KV_SCALE)
+        return self._shards[layer]
+
+    @cached_property
+    def _shards(self) -> dict[int | None, dict[str, Spec]]:
+        return {
+            layer: {name: spec for action in self.of_layer(layer) for name, spec in action.outputs.items()}
+            | dict.fromkeys(self.kv_scales(layer), KV_SCALE)
+            for layer in self.parts
+        }
 
     def shard_file(self, layer: int | None) -> str:
         """File name of a layer's shard; the tensors outside the layers are in the last shard."""
         return f"model-{self.parts.index(layer) + 1:05d}-of-{len(self.parts):05d}.safetensors"
 
-    def shards(self) -> dict[str, dict[str, Spec]]:
+    def shards(self) -> dict[str, Mapping[str, Spec]]:
         """Every output shard's file name with its tensors."""
         return {self.shard_file(layer): self.shard(layer) for layer in self.parts}
+
+    @cached_property
+    def shard_bytes(self) -> dict[str, int]:
+        """Every output shard's file name with the file's bytes."""
+        return {file: file_size(tensors) for file, tensors in self.shards().items()}
 
     def removed_bytes(self, processes: int) -> int:
         """Bytes of shards that need no room on the disk of a run that removes what it has uploaded.
 
         All but the largest: those that wait, one more that makes the run wait, and one being written in each process.
         """
-        sizes = sorted(file_size(tensors) for tensors in self.shards().values())
+        sizes = sorted(self.shard_bytes.values())
         return sum(sizes[: -(WAITING + 1 + processes)])
 
 
@@ -240,8 +252,10 @@ def file_size(tensors: Mapping[str, Spec]) -> int:
 
 def in_file(tensors: Mapping[str, Spec]) -> list[str]:
     """The names of a file's tensors in safetensors' order: by dtype, last of DTYPE_BYTES first, then by name."""
-    ranks = {dtype: -rank for rank, dtype in enumerate(DTYPE_BYTES)}
-    return sorted(tensors, key=lambda name: (ranks[tensors[name].dtype], name))
+    by_dtype = defaultdict[str, list[str]](list)
+    for name, spec in tensors.items():
+        by_dtype[spec.dtype].append(name)
+    return [name for dtype in reversed(DTYPE_BYTES) for name in sorted(by_dtype[dtype])]
 
 
 def file_header(tensors: Mapping[str, Spec]) -> bytes:
@@ -310,7 +324,6 @@ def summary(plan: Plan, facts: Architecture) -> dict[str, object]:
     by_kind, table = kinds(plan), defaultdict[str, Counter[str]](Counter)
     for row in by_kind:
         table[str(row["action"])].update({key: row[key] for key in ("tensors", "bytes_before", "bytes_after")})
-    shards = {file: file_size(tensors) for file, tensors in plan.shards().items()}
     source = {layer: sum(action.spec.bytes for action in plan.of_layer(layer)) for layer in plan.parts}
     index = len(index_json(plan).encode())
     experts = [action for action in plan.actions if action.is_made]
@@ -330,9 +343,9 @@ def summary(plan: Plan, facts: Architecture) -> dict[str, object]:
         "kinds": by_kind,
         "source_bytes": sum(source.values()),
         "expert_bytes": sum(spec.bytes for action in experts for spec in action.outputs.values()),
-        "output_bytes": sum(shards.values()) + index,
+        "output_bytes": sum(plan.shard_bytes.values()) + index,
         "index_bytes": index,
-        "shards": shards,
+        "shards": plan.shard_bytes,
         "layer_source_bytes": max(source[layer] for layer in range(plan.layers)),
         **({"kept_forms": list(map(str, plan.kept_forms))} if plan.kept_forms else {}),
         **({"attention_form": str(plan.attention_form)} if plan.attention_form else {}),

@@ -95,10 +95,10 @@ def experts_of(checkpoint: Checkpoint, device: torch.device = CPU, dtype: torch.
     return ExpertWeights(checkpoint, facts, 0, device, dtype)
 
 
-@pytest.fixture(autouse=True)
-def narrow_bands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a matrix is filled in several, as large ones are on a CPU."""
-    monkeypatch.setattr(weights, "BAND", 4 * HIDDEN * 40)
+@pytest.fixture(autouse=True, params=[40, 2 * WIDTH])
+def bands(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a matrix is filled in several, as large ones are on a CPU, or two together, as small ones are."""
+    monkeypatch.setattr(weights, "BAND", 4 * HIDDEN * request.param)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
