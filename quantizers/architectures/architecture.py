@@ -372,7 +372,7 @@ class Architecture(Known):
         """transformers' parameters of all experts of a layer, and which matrices they hold."""
         return FUSED if "gate" in self.expert_linears else WITHOUT_GATE
 
-    @cached_property
+    @property
     def fused_ends(self) -> dict[str, Sequence[Matrix]]:
         """The ends of the names of tensors of all experts of a layer, and which matrices they hold."""
         ends: dict[str, Sequence[Matrix]] = {f".experts.{last}": held for last, held in self.expert_parameters.items()}

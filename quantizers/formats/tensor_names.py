@@ -52,9 +52,13 @@ def split_fused_experts(checkpoint: Checkpoint, facts: Architecture) -> Checkpoi
     return replace(checkpoint, tensors=split_fused(checkpoint.tensors, facts, str(checkpoint.folder)))
 
 
-def fused_matrices(name: str, facts: Architecture) -> Sequence[Matrix]:
-    """Which matrices of all experts of a layer a tensor of this name holds, one above the other; none for another."""
-    for end, matrices in facts.fused_ends.items():
+def fused_matrices(name: str, ends: Mapping[str, Sequence[Matrix]]) -> Sequence[Matrix]:
+    """Which matrices of all experts of a layer a tensor of this name holds, one above the other; none for another.
+
+    Args:
+        ends: the model's `Architecture.fused_ends`.
+    """
+    for end, matrices in ends.items():
         if name.endswith(end):
             return matrices
     return ()
@@ -70,12 +74,13 @@ def split_fused(tensors: Mapping[str, Entry], facts: Architecture, where: str) -
     published = facts.expert_prefix.partition("{expert}")[0].rstrip(".")
     names = [f"{experts}.{last}" for experts in (published, facts.modules.experts) for last in facts.expert_parameters]
     layers = {facts.layer(layer, name): layer for layer in facts.moe_layers for name in (*names, *facts.fused)}
+    ends = facts.fused_ends
     result: dict[str, Entry] = {}
     for name, info in tensors.items():
         weight = name.removesuffix(SCALES)
-        matrices = fused_matrices(weight, facts)
+        matrices = fused_matrices(weight, ends)
         packed = name.removesuffix(BLOCKS).removesuffix(SCALES_OF_BLOCKS)
-        if packed != name and fused_matrices(packed, facts) and not facts.is_unread(name):
+        if packed != name and fused_matrices(packed, ends) and not facts.is_unread(name):
             result |= _mxfp4_experts(packed, name, info, facts, layers.get(packed), where)
             continue
         if not matrices or facts.is_unread(name):
@@ -119,7 +124,7 @@ def _mxfp4_experts(
     base: str, name: str, info: Entry, facts: Architecture, layer: int | None, where: str
 ) -> dict[str, Entry]:
     """Header entries for each expert's matrix in a tensor of MXFP4's bytes or scales; gate and up may take turns."""
-    matrices, end = fused_matrices(base, facts), name.removeprefix(base)
+    matrices, end = fused_matrices(base, facts.fused_ends), name.removeprefix(base)
     rows, columns = facts.expert_linears[matrices[0]].shape
     count, groups = len(matrices), columns // GROUP
     needed = (facts.num_experts, count * rows, groups, *((GROUP // 2,) if end == BLOCKS else ()))
@@ -169,7 +174,8 @@ def published_names(checkpoint: Checkpoint, facts: Architecture) -> Checkpoint:
             raise CheckpointError(info.file, f"{name} and {tensors[published].name} are the same tensor", "keep one")
         tensors[published] = info
     renamed = replace(checkpoint, tensors={name: replace(info, name=name) for name, info in tensors.items()})
-    if any(fused_matrices(name.removesuffix(BLOCKS), facts) for name in tensors):
+    ends = facts.fused_ends
+    if any(fused_matrices(name.removesuffix(BLOCKS), ends) for name in tensors):
         return split_fused_experts(renamed, facts)
     return renamed
 

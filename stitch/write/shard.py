@@ -331,7 +331,9 @@ class _Read(NamedTuple):
 
 def _in_pieces(stream: BufferedReader, size: int, whole: hashlib._Hash, memory: memoryview | None) -> _Read:
     """The next bytes of a file, which `whole` gets as well, compared with those in memory."""
-    short, full, same = hashlib.blake2b(digest_size=TENSOR_BYTES), hashlib.sha256(), True
+    short = hashlib.blake2b(digest_size=TENSOR_BYTES)
+    full = hashlib.sha256()
+    same = True
     for at in range(0, size, PIECE):
         piece = _next(stream, min(size - at, PIECE))
         for digest in (short, full, whole):
