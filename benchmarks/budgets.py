@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bits import draw
-from measured_rows import Table, recipe_job, row_options
+from measured_rows import Table, budget_settings, recipe_job, row_options
 from methods import calibration_data, quantized
 
 from quantizers.budget.choice import describe_choice
@@ -93,10 +93,8 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--no-whole", dest="whole", action="store_false", help="leave the whole set out")
     given = parser.parse_args()
-    jobs = [
-        recipe_job(given.recipe, f"experts.bits_per_weight={budget}", "experts.bits=null", "experts.group_size=null")
-        for budget in given.bits_per_weight
-    ]
+    job = recipe_job(given.recipe)
+    jobs = [recipe_job(given.recipe, *budget_settings(job, budget)) for budget in given.bits_per_weight]
     rows = compare_budgets(jobs, given)
     print(json.dumps(rows, indent=1) if given.json else budgets_table(rows))
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measured_rows import Maker, Row, Table, recipe_job, row_options
+from measured_rows import Maker, Row, Table, budget_settings, recipe_job, row_options
 from methods import Method, calibration_data, quantized, spread, variant
 from safetensors.torch import save_file
 
@@ -153,8 +153,8 @@ def compare_types(job: Job, given: argparse.Namespace, place: Path, *, flat: boo
         return quantized(job_of_scheme, data, folder, CPU)
 
     def by_budget(name: str, budget: float, folder: Path) -> Checkpoint:
-        keys = (f"experts.bits_per_weight={budget}", "experts.bits=null", "experts.group_size=null")
-        asked = prepare(str(job.path), source_folder=job.opened.folder, changes=changes_of(keys))
+        changes = changes_of(budget_settings(job, budget))
+        asked = prepare(str(job.path), source_folder=job.opened.folder, changes=changes)
         context = Context(folder, CPU, Placement(Residents(job.facts.num_experts, 1, 0)))
         chosen = choose_schemes(asked, token_tensors(data, job.facts.vocab_size), context, folder)
         bits[name] = sum(scheme.bits_per_weight for scheme in chosen.plan.schemes) / len(chosen.plan.schemes)

@@ -88,6 +88,12 @@ def recipe_job(recipe: str, *settings: str) -> Job:
     return job
 
 
+def budget_settings(job: Job, budget: float) -> list[str]:
+    """The changes that give a recipe this many bits per weight in place of its bits and group size, as by --set."""
+    named = job.recipe.experts.model_fields_set & {"bits", "group_size"}
+    return [f"experts.bits_per_weight={budget}", *(f"experts.{key}=null" for key in sorted(named))]
+
+
 def short_texts(job: Job, most_tokens: int | None = None) -> list[Text]:
     """The short texts of the recipe's held-out set; of about `most_tokens` every n-th."""
     assert job.recipe.verify is not None

@@ -41,11 +41,12 @@ def by_tool(tool: str, python: Path, copy: Path, job: Job, data: CalibrationData
     """The checkpoint that a tool made of the BF16 copy."""
     tokens = [sequence.tolist() for sequence in token_tensors(data, job.facts.vocab_size)]
     (work / "job.json").write_text(json.dumps({"sequences": tokens, "iters": iters}))
-    script = Path(__file__).with_name("run_tool.py")
+    script = Path(__file__).absolute().with_name("run_tool.py")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | ENVIRONMENT
-    command = [str(python), str(script), tool, str(copy), str(work / "job.json"), str(work / "output")]
+    command = [str(python.absolute()), str(script), tool, str(copy), str(work / "job.json"), str(work / "output")]
     with (work / "log").open("w") as log:
-        ended = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
+        # GPTQModel writes logs into the folder that it is called in.
+        ended = subprocess.run(command, cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
     if ended.returncode:
         last = (work / "log").read_text().strip().splitlines()[-1:]
         raise InputError(f"--{tool}", f"failed: {' '.join(last)}", "run the same with its Python to see all of it")
