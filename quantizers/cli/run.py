@@ -94,7 +94,6 @@ def run_table(report: RunReport, output: Path, source: str, recipe: str, *, stre
         if is_served(measured):
             lines += [served_table([("output", measured)]), ""]
     plan = report.plan
-    seconds = report.seconds
     coverage = report.coverage
     apart = max(layer.proof for layer in report.layers)
     lines += [
@@ -106,8 +105,7 @@ def run_table(report: RunReport, output: Path, source: str, recipe: str, *, stre
         *(f"held out  {line}" for line in (past_the_model(measured.evaluated_on) if measured else [])),
         f"size      {size(plan.source_bytes)} -> {size(plan.output_bytes)}",
         *(f"{'schemes' if n == 0 else '':10}{line}" for n, line in enumerate(scheme_lines(report))),
-        f"time      {duration(seconds.this_process)}, of it {duration(seconds.layers)} for the layers; "
-        f"peak memory {size(report.peak_memory_bytes)}",
+        _time_line(report),
     ]
     if under_routed := under_routed_line(report):
         lines.append(f"shares    {under_routed}")
@@ -118,13 +116,20 @@ def run_table(report: RunReport, output: Path, source: str, recipe: str, *, stre
     )
 
 
+def _time_line(report: RunReport | ConversionReport) -> str:
+    """The line about time and memory; a resumed run's layers took the time of several commands."""
+    resumed = report.seconds.layers > report.seconds.this_process
+    own = f"{duration(report.seconds.this_process)}{' in this command' if resumed else ''}"
+    layers = f"{duration(report.seconds.layers)} for {'all' if resumed else 'the'} layers"
+    return f"time      {own}, {'' if resumed else 'of it '}{layers}; peak memory {size(report.peak_memory_bytes)}"
+
+
 def conversion_table(report: ConversionReport, output: Path, source: str, recipe: str, *, stream: bool = False) -> str:
     """The output of `quantize run` with a recipe that converts; see `run_table`."""
     from quantizers.eval.coverage.summary import gate_table
     from quantizers.eval.report.summary import conversion_line
 
     plan = report.plan
-    seconds = report.seconds
     lines = [f"{output} was finished before; nothing was touched"] if report.already_done else []
     lines += [
         "",
@@ -134,8 +139,7 @@ def conversion_table(report: ConversionReport, output: Path, source: str, recipe
         f"audit     {common.accounted(report.audit)}",
         *(f"          {line}" for line in collapse_lines(report.audit.differences)[:10]),
         f"size      {size(plan.source_bytes)} -> {size(plan.output_bytes)}",
-        f"time      {duration(seconds.this_process)}, of it {duration(seconds.layers)} for the layers; "
-        f"peak memory {size(report.peak_memory_bytes)}",
+        _time_line(report),
     ]
     return "\n".join([*lines, *_where(report, output), "", *_what_next(report, output, source, recipe, stream)]).strip(
         "\n"

@@ -48,6 +48,17 @@ def test_all_that_is_to_be_looked_at_is_there_by_its_shortest_path(
     assert lines[-1] == "      vllm serve output"
 
 
+def test_the_time_of_a_resumed_run_is_that_of_its_last_command_beside_all_layers(finished: Finished) -> None:
+    def time(command: float, layers: float) -> str:
+        seconds = {"seconds": {"this_process": command, "layers": layers}}
+        return next(
+            line for line in shown(finished.report | seconds, finished.folder, "mine") if line.startswith("time")
+        )
+
+    assert time(90.0, 60.0).startswith("time      1 min 30 s, of it 1 min 00 s for the layers; peak memory ")
+    assert time(60.0, 90.0).startswith("time      1 min 00 s in this command, 1 min 30 s for all layers; peak memory ")
+
+
 def test_the_suggested_verify_works_as_it_stands(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a shipped source it needs no --source; of any other folder it has one."""
     monkeypatch.chdir(finished.folder.parent)
