@@ -143,7 +143,8 @@ class Run:
                 while process.poll() is None:
                     time.sleep(LOOK)
                     _raise_to(figures, f"peak memory of {name}", _resident(process.pid))
-                    _raise_to(figures, "peak disk", _on_disk(self.output))
+                    if name == "run":  # what is downloaded to be verified is no need of the run
+                        _raise_to(figures, "peak disk", _on_disk(self.output))
                     if signalled and not reason and self.layers_done() >= int(layers):
                         reason = f"SIG{wanted}"
                         process.send_signal(getattr(signal, reason))
