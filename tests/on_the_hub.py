@@ -54,7 +54,10 @@ def sent(hub: HubStandIn) -> int:
 
 
 class Watching:
-    """The largest sum of a folder's files, looked at all the time. Use as a context manager."""
+    """The largest sum of a folder's files, looked at all the time. Use as a context manager.
+
+    A file may go, and another come, between the looks at the two: a sum counts if the next is no smaller.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.largest, self._end = folder, 0, Event()
@@ -69,10 +72,12 @@ class Watching:
         self._thread.join()
 
     def _look(self) -> None:
+        before = 0
         while not self._end.wait(0.0005):
             total = 0
             with contextlib.suppress(FileNotFoundError):  # of the folder, removed while it is read
                 for file in self.folder.glob("*"):
                     with contextlib.suppress(FileNotFoundError):
                         total += file.stat().st_size
-            self.largest = max(self.largest, total)
+            self.largest = max(self.largest, min(before, total))
+            before = total

@@ -138,7 +138,8 @@ def test_removed_shards_never_pile_up(
     assert hub.private == {REPO: True}
     sizes = sorted(map(len, shards(whole).values()))
     others = sum(len(raw) for name, raw in whole.items() if not name.endswith(".safetensors"))
-    assert 0 < watched.largest <= sum(sizes[-WAITING - 1 :]) + 1.1 * others < sum(sizes)
+    # Those that wait, one more that makes the run wait, and one that is being written: `Plan.removed_bytes`.
+    assert 0 < watched.largest <= sum(sizes[-WAITING - 2 :]) + 1.1 * others < sum(sizes)
     assert int((job / "needed").read_text()) - needed[0] == sum(sizes[:3])
     assert lasting(on_hub(hub)) == lasting(whole)
     here = below(output)
